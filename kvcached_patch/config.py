@@ -1,0 +1,81 @@
+"""The settings, read from the environment in this one place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from kvcached_patch.errors import ConfigError
+
+TOGGLE = "KVCACHED_PATCH"
+POOL = "KVCACHED_PATCH_POOL"
+VARIABLES = (TOGGLE, POOL)
+
+
+class Mode(Enum):
+    """What the toggle asks for."""
+
+    OFF = "off"
+    ON = "on"
+    AUTO = "auto"
+
+
+_SWITCH = {"": Mode.OFF, "0": Mode.OFF, "off": Mode.OFF, "1": Mode.ON, "on": Mode.ON}
+POOL_KINDS = ("auto", "host", "static")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of one process.
+
+    mode: the toggle.
+    pool: where KV-cache storage comes from; ``auto`` is ``host`` on a CPU, else ``static``.
+    """
+
+    mode: Mode = Mode.OFF
+    pool: str = "auto"
+
+
+def parse_switch(name: str, value: str, *, auto: bool = False) -> Mode:
+    """Parse a switch; the only parser of boolean variables.
+
+    Raises ConfigError naming the variable, the value and what is allowed.
+    """
+    word = value.strip().lower()
+    if auto and word == "auto":
+        return Mode.AUTO
+    if word not in _SWITCH:
+        raise ConfigError(_expected(name, value, ["0", "off", "1", "on", *(["auto"] * auto)]))
+    return _SWITCH[word]
+
+
+def load(environ: Mapping[str, str] | None = None) -> Config:
+    """Read the settings; with the toggle off nothing else is looked at.
+
+    Raises ConfigError for a value that is not allowed and for an unknown ``KVCACHED_PATCH_*``
+    variable (a misspelt setting must not be ignored).
+    """
+    env = os.environ if environ is None else environ
+    mode = parse_switch(TOGGLE, env.get(TOGGLE, "0"), auto=True)
+    if mode is Mode.OFF:
+        return Config()
+    for name in sorted(env):
+        if name.startswith(TOGGLE + "_") and name not in VARIABLES:
+            raise ConfigError(_expected(name, env[name], VARIABLES, what="unknown variable"))
+    pool = env.get(POOL, "").strip().lower() or "auto"
+    if pool not in POOL_KINDS:
+        raise ConfigError(_expected(POOL, env[POOL], POOL_KINDS))
+    return Config(mode=mode, pool=pool)
+
+
+def raw(name: str, environ: Mapping[str, str] | None = None) -> str | None:
+    """Return a variable as it stands, None if unset: for showing, never for deciding."""
+    return (os.environ if environ is None else environ).get(name)
+
+
+def _expected(
+    name: str, value: str, allowed: tuple[str, ...] | list[str], what: str = "bad value"
+) -> str:
+    return f"{name}={value!r}: {what}; expected one of: {', '.join(allowed)}"

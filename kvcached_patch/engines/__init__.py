@@ -1,0 +1,1 @@
+"""Thin adapters: what happens at each seam of each target library."""

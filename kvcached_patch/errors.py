@@ -1,0 +1,25 @@
+"""The errors a user can meet."""
+
+
+class KvcachedPatchError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(KvcachedPatchError):
+    """An environment variable or command-line value that cannot be honoured."""
+
+
+class SeamMismatch(KvcachedPatchError):
+    """The installed target library differs from what the seam manifest describes."""
+
+
+class LayerPlanError(KvcachedPatchError):
+    """Layers that cannot be given storage: the message names them."""
+
+
+class PoolExhausted(KvcachedPatchError):
+    """A pool or the shared budget has no page left to commit."""
+
+
+class DriverError(KvcachedPatchError):
+    """The memory backend refused a call: the message names call, size and reason."""

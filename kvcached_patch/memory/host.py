@@ -1,0 +1,70 @@
+"""Host memory that is reserved at once but committed by first touch."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+import torch
+
+from kvcached_patch.errors import DriverError
+
+# MAP_NORESERVE is in Python's mmap module only from 3.13; the value is <asm-generic/mman.h>'s.
+_MAP_NORESERVE = 0x4000
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class HostMemory:
+    """An anonymous private mapping; untouched pages read as zeros and cost nothing (mmap(2))."""
+
+    kind = "host"
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        """Reserve `nbytes` bytes (> 0).
+
+        Raises DriverError if `device` is not the CPU or the kernel refuses the mapping.
+        """
+        if device.type != "cpu":
+            raise DriverError(f"host memory: cannot serve device {device}; expected cpu")
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        try:
+            self._map = mmap.mmap(-1, nbytes, flags=flags)
+        except (OSError, ValueError, OverflowError) as error:
+            raise DriverError(f"mmap of {nbytes} bytes: {error}") from error
+        self.tensor = torch.frombuffer(self._map, dtype=torch.int8)
+
+    def resident_bytes(self) -> int:
+        """Committed bytes of the range, in whole system pages."""
+        return resident_bytes(self.tensor.data_ptr(), self.tensor.numel())
+
+    def close(self) -> None:
+        """Unmap the range.
+
+        Raises DriverError while a tensor still views it: a stray read would crash the process.
+        """
+        del self.tensor
+        try:
+            self._map.close()
+        except BufferError as error:
+            self.tensor = torch.frombuffer(self._map, dtype=torch.int8)
+            raise DriverError("munmap: tensors still view this range") from error
+
+
+def resident_bytes(address: int, nbytes: int) -> int:
+    """Bytes of ``[address, address + nbytes)`` that are resident, in whole system pages.
+
+    Raises DriverError if mincore(2) refuses the range (part of it is not mapped).
+    """
+    page = mmap.PAGESIZE
+    start = address // page * page
+    pages = -(-(address + nbytes - start) // page)
+    vector = (ctypes.c_ubyte * pages)()
+    if _libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * page), vector):
+        code = ctypes.get_errno()
+        raise DriverError(f"mincore of {nbytes} bytes at {address:#x}: {os.strerror(code)}")
+    return bytes(vector).translate(_LOW_BIT).count(1) * page
+
+
+# mincore(2): only the lowest bit of each byte is defined.
+_LOW_BIT = bytes(value & 1 for value in range(256))

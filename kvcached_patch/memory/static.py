@@ -1,0 +1,28 @@
+"""Plain device memory, committed in full when it is reserved."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcached_patch.errors import DriverError
+
+
+class StaticMemory:
+    """One ordinary tensor: for devices whose memory cannot be committed page by page."""
+
+    kind = "static"
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        """Allocate `nbytes` zeroed bytes; raises DriverError if the allocator refuses."""
+        try:
+            self.tensor = torch.zeros(nbytes, dtype=torch.int8, device=device)
+        except RuntimeError as error:
+            raise DriverError(f"allocating {nbytes} bytes on {device}: {error}") from error
+
+    def resident_bytes(self) -> int:
+        """All of it, always."""
+        return self.tensor.numel()
+
+    def close(self) -> None:
+        """Drop the tensor; the allocator frees the bytes with the last view of them."""
+        del self.tensor

@@ -1,0 +1,178 @@
+"""Put the wrappers in place, and take them away again."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import wrapt
+from packaging.version import Version
+
+from kvcached_patch.errors import SeamMismatch
+from kvcached_patch.seams.manifest import Seam
+
+
+@dataclass
+class _Change:
+    """One attribute that was replaced: its undo is ``setattr(owner, name, original)``."""
+
+    owner: Any
+    name: str
+    original: Any
+    replacement: Any
+
+
+@dataclass(eq=False)
+class AppliedSeam:
+    """What was done for one seam in this process; changes are empty until its module loads."""
+
+    seam: Seam
+    importers: tuple[str, ...]
+    changes: list[_Change] = field(default_factory=list)
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the defining module is imported, so that the seam must be in place."""
+        return self.seam.module in sys.modules
+
+    @property
+    def applied(self) -> bool:
+        """Whether the wrapper stands at the target and at every importer that is imported."""
+        if not self.changes:
+            return False
+        replacement = self.changes[0].replacement
+        owner, name = _resolve(sys.modules[self.seam.module], self.seam.qualname)
+        held = [vars(owner)[name]]
+        held += [vars(sys.modules[m])[name] for m in self.importers if m in sys.modules]
+        return all(value is replacement for value in held)
+
+
+_armed: list[AppliedSeam] = []
+
+# vLLM decorates its own functions with these packages' decorators (@torch.inference_mode()).
+_DECORATORS = ("torch", "contextlib")
+
+
+def armed() -> tuple[AppliedSeam, ...]:
+    """The seams this process watches, in the manifest's order; empty when switched off."""
+    return tuple(_armed)
+
+
+def arm(
+    seams: Sequence[Seam], version: Version, on_conflict: Callable[[SeamMismatch], None]
+) -> None:
+    """Wrap each seam now if its module is imported, else as soon as it is.
+
+    Called once all seams of the release were found to match. A seam that something else already
+    wraps takes everything back and is handed to `on_conflict`, which raises or tells.
+    """
+    if _armed:
+        return
+    _armed.extend(AppliedSeam(seam, seam.importers_in(version)) for seam in seams)
+    for entry in tuple(_armed):
+        for module in (entry.seam.module, *entry.importers):
+            wrapt.register_post_import_hook(_hook(entry, on_conflict), module)
+
+
+def restore() -> None:
+    """Put every original back and stop watching.
+
+    Raises SeamMismatch, with nothing restored, if another tool has since wrapped a wrapper.
+    """
+    changes = [change for entry in _armed for change in entry.changes]
+    for change in changes:
+        if vars(change.owner)[change.name] is not change.replacement:
+            raise SeamMismatch(
+                f"{_where(change.owner)}.{change.name}: cannot be restored; expected our wrapper, "
+                f"found one of {_origin(vars(change.owner)[change.name])}"
+            )
+    for change in reversed(changes):
+        setattr(change.owner, change.name, change.original)
+    _armed.clear()
+
+
+def _hook(
+    entry: AppliedSeam, on_conflict: Callable[[SeamMismatch], None]
+) -> Callable[[ModuleType], None]:
+    def apply(module: ModuleType) -> None:
+        if entry not in _armed:
+            return
+        try:
+            if module.__name__ == entry.seam.module:
+                _wrap(entry, module)
+            else:
+                _rebind(entry, module)
+        except SeamMismatch as error:
+            restore()
+            on_conflict(error)
+
+    return apply
+
+
+def _wrap(entry: AppliedSeam, module: ModuleType) -> None:
+    owner, name = _resolve(module, entry.seam.qualname)
+    original = vars(owner)[name]
+    origin = _origin(original)
+    if origin.partition(".")[0] != entry.seam.module.partition(".")[0]:
+        raise SeamMismatch(
+            f"seam {entry.seam.id} ({entry.seam.target}): already wrapped by {origin}; "
+            "expected the library's own function. Switch one of the two off"
+        )
+    _replace(entry, owner, name, wrapt.FunctionWrapper(original, _wrapper(entry.seam.wrapper)))
+
+
+def _rebind(entry: AppliedSeam, module: ModuleType) -> None:
+    """Give an importer the wrapper in place of the reference it took before."""
+    name = entry.seam.qualname
+    wrapped = entry.changes[0]
+    value = vars(module)[name]
+    if value is wrapped.replacement:
+        return
+    if value is not wrapped.original:
+        raise SeamMismatch(
+            f"seam {entry.seam.id}: {module.__name__}.{name} was replaced by {_origin(value)}; "
+            "expected the library's own function. Switch one of the two off"
+        )
+    _replace(entry, module, name, wrapped.replacement)
+
+
+def _replace(entry: AppliedSeam, owner: Any, name: str, replacement: Any) -> None:
+    entry.changes.append(_Change(owner, name, vars(owner)[name], replacement))
+    setattr(owner, name, replacement)
+
+
+def _resolve(module: ModuleType, qualname: str) -> tuple[Any, str]:
+    """The object whose attribute the seam is, and the attribute's name."""
+    *outer, name = qualname.split(".")
+    owner: Any = module
+    for part in outer:
+        owner = vars(owner)[part]
+    return owner, name
+
+
+def _wrapper(target: str) -> Callable[..., Any]:
+    module, _, function = target.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def _origin(value: Any) -> str:
+    """The module whose code runs when this function is called.
+
+    ``__module__`` is copied by functools.wraps, so it names the wrapped function's module; the
+    globals of the code that runs cannot be.
+    """
+    if isinstance(value, wrapt.FunctionWrapper):
+        value = value._self_wrapper
+    origin = str(getattr(value, "__globals__", {}).get("__name__", type(value).__module__))
+    if origin.partition(".")[0] in _DECORATORS and hasattr(value, "__wrapped__"):
+        return _origin(value.__wrapped__)
+    return origin
+
+
+def _where(owner: Any) -> str:
+    return str(owner.__name__)
