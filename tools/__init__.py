@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Development tools: tiny models and a runner for one real vLLM engine."""
