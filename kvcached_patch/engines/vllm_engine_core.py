@@ -12,6 +12,7 @@ from kvcached_patch.core.layers import plan_layers
 from kvcached_patch.engines.arguments import named
 from kvcached_patch.engines.vllm_worker import report
 from kvcached_patch.errors import SeamMismatch
+from kvcached_patch.seams.apply import tally
 
 logger = logging.getLogger("vllm.kvcached_patch")
 
@@ -40,8 +41,10 @@ def initialize_from_config(
         raise SeamMismatch(f"the plan is not in force everywhere: {problem}")
     if all(found["pid"] != os.getpid() for found in reports):
         logger.info(
-            "kvcached-patch %s active: EngineCore, workers: %d, pools bound as planned: %s",
+            "kvcached-patch %s active: EngineCore, seams applied: %s, workers: %d, "
+            "pools planned and bound: %s",
             __version__,
+            tally(),
             len(reports),
             ", ".join(str(pools) for pools in planned),
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvcached_patch import __version__
-from kvcached_patch.seams.apply import armed
+from kvcached_patch.seams.apply import tally
 
 logger = logging.getLogger("vllm.kvcached_patch")
 
@@ -16,7 +16,5 @@ def connect(
     wrapped: Callable[..., Any], client: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """``MPClient.__init__``: made once in each front-end process whose EngineCore is another."""
-    logger.info(
-        "kvcached-patch %s active: front end, %d seams match in this vLLM", __version__, len(armed())
-    )
+    logger.info("kvcached-patch %s active: front end, seams applied: %s", __version__, tally())
     wrapped(*args, **kwargs)

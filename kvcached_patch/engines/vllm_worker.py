@@ -19,7 +19,7 @@ from kvcached_patch.engines.arguments import named
 from kvcached_patch.engines.supply import StorageSupply
 from kvcached_patch.errors import ConfigError, SeamMismatch
 from kvcached_patch.memory import Memory, reserve
-from kvcached_patch.seams.apply import armed
+from kvcached_patch.seams.apply import armed, tally
 
 logger = logging.getLogger("vllm.kvcached_patch")
 
@@ -242,13 +242,13 @@ def _sharing_of(binding: Binding) -> tuple[Collection[str], Mapping[str, str]]:
 
 def _announce(report: Report) -> None:
     logger.info(
-        "kvcached-patch %s active: worker with the %s runner, pools: %d, sharing layers aliased: %d, "
-        "%s memory reserved: %.2f GiB, seams: %s",
+        "kvcached-patch %s active: worker, seams applied: %s, %s runner, pools: %d, "
+        "sharing layers aliased: %d, %s memory reserved: %.2f GiB",
         report.version,
+        tally(),
         report.runner,
         report.pools,
         report.aliased,
         report.pool,
         report.reserved_bytes / 2**30,
-        ", ".join(report.seams),
     )

@@ -62,6 +62,12 @@ def armed() -> tuple[AppliedSeam, ...]:
     return tuple(_armed)
 
 
+def tally() -> str:
+    """``applied/loaded``: seams in place, of those whose module this process has imported."""
+    loaded = [entry for entry in _armed if entry.loaded]
+    return f"{sum(entry.applied for entry in loaded)}/{len(loaded)}"
+
+
 def arm(
     seams: Sequence[Seam], version: Version, on_conflict: Callable[[SeamMismatch], None]
 ) -> None:
@@ -122,27 +128,26 @@ def _wrap(entry: AppliedSeam, module: ModuleType) -> None:
             f"seam {entry.seam.id} ({entry.seam.target}): already wrapped by {origin}; "
             "expected the library's own function. Switch one of the two off"
         )
-    _replace(entry, owner, name, wrapt.FunctionWrapper(original, _wrapper(entry.seam.wrapper)))
+    replacement = wrapt.FunctionWrapper(original, _wrapper(entry.seam.wrapper))
+    _replace(entry, _Change(owner, name, original, replacement))
 
 
 def _rebind(entry: AppliedSeam, module: ModuleType) -> None:
-    """Give an importer the wrapper in place of the reference it took before."""
+    """Make an importer hold the wrapper: it took the original before, or the wrapper after."""
     name = entry.seam.qualname
     wrapped = entry.changes[0]
     value = vars(module)[name]
-    if value is wrapped.replacement:
-        return
-    if value is not wrapped.original:
+    if value is not wrapped.original and value is not wrapped.replacement:
         raise SeamMismatch(
             f"seam {entry.seam.id}: {module.__name__}.{name} was replaced by {_origin(value)}; "
             "expected the library's own function. Switch one of the two off"
         )
-    _replace(entry, module, name, wrapped.replacement)
+    _replace(entry, _Change(module, name, wrapped.original, wrapped.replacement))
 
 
-def _replace(entry: AppliedSeam, owner: Any, name: str, replacement: Any) -> None:
-    entry.changes.append(_Change(owner, name, vars(owner)[name], replacement))
-    setattr(owner, name, replacement)
+def _replace(entry: AppliedSeam, change: _Change) -> None:
+    entry.changes.append(change)
+    setattr(change.owner, change.name, change.replacement)
 
 
 def _resolve(module: ModuleType, qualname: str) -> tuple[Any, str]:
