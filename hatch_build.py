@@ -5,7 +5,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
-class EditableHook(BuildHookInterface):
+class EditableHook(BuildHookInterface[Any]):
     """Gives an editable install the ``.pth`` only."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:

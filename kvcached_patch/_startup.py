@@ -90,7 +90,7 @@ def examine(package: str) -> Verdict | None:
     from kvcached_patch.seams.manifest import load_manifest
 
     installed = locate(package)
-    return installed and check(load_manifest(package), installed)
+    return check(load_manifest(package), installed) if installed else None
 
 
 def _patch(package: str) -> None:

@@ -185,7 +185,9 @@ def _live(result: Diagnosis, verdict: Verdict) -> None:
     if "refused" in found:
         result.add("import of vLLM", found["refused"], "problem")
         return
-    missing = [status.seam.id for status in verdict.statuses if not found["applied"].get(status.seam.id)]
+    missing = [
+        status.seam.id for status in verdict.statuses if not found["applied"].get(status.seam.id)
+    ]
     if missing:
         result.add("import of vLLM", f"seams not in place: {', '.join(missing)}", "problem")
     else:
@@ -198,7 +200,7 @@ def _live(result: Diagnosis, verdict: Verdict) -> None:
 
 
 def _runner(version: Version, triton: bool) -> str:
-    """vLLM's own rule (``VllmConfig.use_v2_model_runner``), as far as no model is known."""
+    """VLLM's own rule (``VllmConfig.use_v2_model_runner``), as far as no model is known."""
     forced = config.raw("VLLM_USE_V2_MODEL_RUNNER")
     if forced:
         return f"{'V1' if forced == '0' else 'V2'} (VLLM_USE_V2_MODEL_RUNNER={forced})"

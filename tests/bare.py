@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from packaging.version import Version
-
 import vllm
-from kvcached_patch.seams.apply import arm, armed, restore
+from packaging.version import Version
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import Attention
@@ -31,6 +29,8 @@ from vllm.v1.worker.gpu import attn_utils
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2Runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
 from vllm.v1.worker.gpu_worker import Worker
+
+from kvcached_patch.seams.apply import arm, armed, restore
 
 MODELS = Path(__file__).parents[1] / "tools" / "models"
 VERSION = Version(Version(vllm.__version__).base_version)

@@ -6,6 +6,8 @@ import pytest
 
 from tests.lanes import ROOT, LaneError, lane_of, listed
 
+pytest.register_assert_rewrite("tests.fresh")
+
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
     if not isinstance(collector, pytest.Module) or not collector.path.is_relative_to(ROOT):

@@ -14,7 +14,7 @@ DROPPED = ("KVCACHED_PATCH", "PYTHON", "VIRTUAL_ENV", "VLLM_", "PIP_TARGET", "PI
 def environment(**variables: str) -> dict[str, str]:
     """This process's environment without what steers Python or the package, and `variables`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED)}
-    return kept | {"PYTHONDONTWRITEBYTECODE": "1"} | variables
+    return kept | variables
 
 
 def run(
@@ -50,3 +50,16 @@ def imported(*options: str | Path, **variables: str) -> set[str]:
     done = python("-X", "importtime", *options, **variables)
     assert done.returncode == 0, done.stderr
     return set(re.findall(r"^import time: +\d+ \| +\d+ \| +(\S+)$", done.stderr, re.MULTILINE))
+
+
+def venv(root: Path) -> Path:
+    """Make an empty environment, without even pip; returns its interpreter."""
+    done = run(sys.executable, "-m", "venv", "--without-pip", root)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return root / "bin" / "python"
+
+
+def purelib(interpreter: Path) -> Path:
+    """Where an environment's pure Python packages are."""
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return Path(output("-c", code, executable=interpreter))

@@ -86,7 +86,9 @@ def progress(title: str, log: Path) -> Iterator[None]:
         while not done.wait(5):
             lines = log.read_text(errors="replace").splitlines() if log.exists() else []
             last = lines[-1].split("] ")[-1][:60] if lines else "starting"
-            console.print(f"  [{time.monotonic() - start:3.0f} s] {last}", style="dim", markup=False)
+            console.print(
+                f"  [{time.monotonic() - start:3.0f} s] {last}", style="dim", markup=False
+            )
 
     console.print(f"{title} …")
     watcher = threading.Thread(target=watch, daemon=True)
@@ -119,10 +121,14 @@ def main() -> int:
 
     report, seams = patched.probe(REPORT), patched.seams()
     applied, loaded = (sum(column) for column in zip(*seams, strict=True)) if seams else (0, 0)
-    mib = {run: patched_or_stock.probe(RESIDENT) for run, patched_or_stock in
-           (("stock", stock), ("patched", patched))}
+    mib = {
+        run: patched_or_stock.probe(RESIDENT)
+        for run, patched_or_stock in (("stock", stock), ("patched", patched))
+    }
     same = all(identical)
-    console.print(f"tokens identical: {'yes' if same else 'NO'} ({sum(identical)} of {len(identical)})")
+    console.print(
+        f"tokens identical: {'yes' if same else 'NO'} ({sum(identical)} of {len(identical)})"
+    )
     console.print(f"max |Δ logprob|: {max(deltas):g}")
     console.print(f"seams applied: {applied}/{loaded} in {len(seams)} processes")
     console.print(f"pools: {report['pools']} (scheduler planned {patched.planned_pools()})")

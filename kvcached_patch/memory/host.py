@@ -32,7 +32,12 @@ class HostMemory:
             self._map = mmap.mmap(-1, nbytes, flags=flags)
         except (OSError, ValueError, OverflowError) as error:
             raise DriverError(f"mmap of {nbytes} bytes: {error}") from error
-        self.tensor = torch.frombuffer(self._map, dtype=torch.int8)
+        self.tensor = self._view()
+
+    def _view(self) -> torch.Tensor:
+        # torch.frombuffer keeps the object it was given but not its buffer; the memoryview in
+        # between holds the buffer, so that the mapping cannot be closed under a tensor.
+        return torch.frombuffer(memoryview(self._map), dtype=torch.int8)
 
     def resident_bytes(self) -> int:
         """Committed bytes of the range, in whole system pages."""
@@ -47,7 +52,7 @@ class HostMemory:
         try:
             self._map.close()
         except BufferError as error:
-            self.tensor = torch.frombuffer(self._map, dtype=torch.int8)
+            self.tensor = self._view()
             raise DriverError("munmap: tensors still view this range") from error
 
 

@@ -25,6 +25,14 @@ class _Change:
     original: Any
     replacement: Any
 
+    @property
+    def in_place(self) -> bool:
+        return vars(self.owner)[self.name] is self.replacement
+
+    @property
+    def where(self) -> str:
+        return f"{self.owner.__name__}.{self.name}"
+
 
 @dataclass(eq=False)
 class AppliedSeam:
@@ -89,16 +97,29 @@ def restore() -> None:
 
     Raises SeamMismatch, with nothing restored, if another tool has since wrapped a wrapper.
     """
-    changes = [change for entry in _armed for change in entry.changes]
-    for change in changes:
-        if vars(change.owner)[change.name] is not change.replacement:
+    for change in _changes():
+        if not change.in_place:
             raise SeamMismatch(
-                f"{_where(change.owner)}.{change.name}: cannot be restored; expected our wrapper, "
-                f"found one of {_origin(vars(change.owner)[change.name])}"
+                f"{change.where}: cannot be restored; expected our wrapper, found one of "
+                f"{_origin(vars(change.owner)[change.name])}"
             )
-    for change in reversed(changes):
-        setattr(change.owner, change.name, change.original)
+    _withdraw()
+
+
+def _withdraw() -> None:
+    """Put originals back wherever our wrapper still stands, and stop watching.
+
+    A wrapper that another tool has wrapped stays below it, where it does nothing: the gate, which
+    no such tool is known to touch, is what makes the others act.
+    """
+    for change in reversed(_changes()):
+        if change.in_place:
+            setattr(change.owner, change.name, change.original)
     _armed.clear()
+
+
+def _changes() -> list[_Change]:
+    return [change for entry in _armed for change in entry.changes]
 
 
 def _hook(
@@ -113,7 +134,7 @@ def _hook(
             else:
                 _rebind(entry, module)
         except SeamMismatch as error:
-            restore()
+            _withdraw()
             on_conflict(error)
 
     return apply
@@ -125,7 +146,7 @@ def _wrap(entry: AppliedSeam, module: ModuleType) -> None:
     origin = _origin(original)
     if origin.partition(".")[0] != entry.seam.module.partition(".")[0]:
         raise SeamMismatch(
-            f"seam {entry.seam.id} ({entry.seam.target}): already wrapped by {origin}; "
+            f"seam {entry.seam.id} ({entry.seam.target}): wrapped by {origin}; "
             "expected the library's own function. Switch one of the two off"
         )
     replacement = wrapt.FunctionWrapper(original, _wrapper(entry.seam.wrapper))
@@ -139,7 +160,7 @@ def _rebind(entry: AppliedSeam, module: ModuleType) -> None:
     value = vars(module)[name]
     if value is not wrapped.original and value is not wrapped.replacement:
         raise SeamMismatch(
-            f"seam {entry.seam.id}: {module.__name__}.{name} was replaced by {_origin(value)}; "
+            f"seam {entry.seam.id}: {module.__name__}.{name} is wrapped by {_origin(value)}; "
             "expected the library's own function. Switch one of the two off"
         )
     _replace(entry, _Change(module, name, wrapped.original, wrapped.replacement))
@@ -177,7 +198,3 @@ def _origin(value: Any) -> str:
     if origin.partition(".")[0] in _DECORATORS and hasattr(value, "__wrapped__"):
         return _origin(value.__wrapped__)
     return origin
-
-
-def _where(owner: Any) -> str:
-    return str(owner.__name__)

@@ -207,7 +207,9 @@ def imports_by_value(source: str, importer: str, seam: Seam) -> bool:
     """Whether `importer` has a from-import of the seam's function at its top level."""
     spellings = [seam.module, *_relative_spellings(importer, seam.module)]
     return any(
-        seam.qualname in names for spelling in spellings for names in _from_imports(source, spelling)
+        seam.qualname in names
+        for spelling in spellings
+        for names in _from_imports(source, spelling)
     )
 
 

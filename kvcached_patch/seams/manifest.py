@@ -40,7 +40,8 @@ class Seam:
     """One patched name.
 
     target: ``module:qualname``. signature: parameter names, kinds and defaults, without
-    annotations; ANY_SIGNATURE where the wrapper only passes arguments through. calls: dotted names that the body must call, because the wrapper relies on it.
+    annotations; ANY_SIGNATURE where the wrapper only passes arguments through.
+    calls: dotted names that the body must call, because the wrapper relies on it.
     process, runner: where it takes effect. wrapper: our ``module:function``.
     """
 
@@ -90,8 +91,8 @@ class Manifest:
         return tuple(seam for seam in self.seams if covers(seam.versions, version))
 
     def is_tested(self, version: Version) -> bool:
-        """Whether exactly this release (build and local labels aside) was run against."""
-        return not version.is_prerelease and version.public in self.tested
+        """Whether this release was run against; post-releases and local builds are that release."""
+        return not version.is_prerelease and version.base_version in self.tested
 
 
 def covers(versions: SpecifierSet, version: Version) -> bool:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu import attn_utils
 
 from kvcached_patch.engines import vllm_worker
 from kvcached_patch.errors import LayerPlanError, SeamMismatch
@@ -20,8 +22,6 @@ from tests.bare import (
     tensors,
     worker_of,
 )
-from vllm.v1.worker import gpu_model_runner
-from vllm.v1.worker.gpu import attn_utils
 
 KINDS = ["V1", "V2"]
 
@@ -119,18 +119,30 @@ def test_owner_only_pool_count(kind: str, shape: str) -> None:
 
 
 def test_unfiltered_layers_raise_the_historical_key_error(shape: str) -> None:
-    """Binding every name in `layer_names`, as kvcached did (#417): the sharing layer has none."""
+    """Shaping or binding every name in `layer_names`, as kvcached did (#417)."""
     stage = SHAPES[shape]()
     runner = stage.runner("V1")
     plan = stage.plan(runner.get_kv_cache_spec())
-    sharing = next(iter(SHARING[shape]))
-    runner.maybe_add_kv_sharing_layers_to_kv_cache_groups(unfiltered := copy.deepcopy(plan))
-    stored = {layer for names in stored_names(plan) for layer in names}
+    bind(runner, plan)
+    assert report_of(runner)["aliased"] == 2, "with the filter the same layers are served"
+
+    sharing = "|".join(SHARING[shape])
+    stored = {layer: torch.empty(0) for names in stored_names(plan) for layer in names}
+    groups = [group.layer_names for group in runner.kv_cache_config.kv_cache_groups]
     with pytest.raises(KeyError, match=sharing):
-        caches = dict.fromkeys(stored, torch.empty(0))
-        [caches[layer] for group in unfiltered.kv_cache_groups for layer in group.layer_names]
+        [stored[layer] for group in groups for layer in group]
     with pytest.raises(LayerPlanError, match=sharing):
-        vllm_worker.plan_layers([g.layer_names for g in unfiltered.kv_cache_groups], [stored])
+        vllm_worker.plan_layers(groups, [stored])
+    if not ONE_BACKING:
+        runner.runner_only_attn_layers.clear()
+        raw = {
+            t.shared_by[i]: torch.zeros(t.size, dtype=torch.int8)
+            for t in plan.kv_cache_tensors
+            for i in range(len(t.shared_by))
+        }
+        sizes = [group.kv_cache_spec.block_size for group in plan.kv_cache_groups]
+        with pytest.raises(KeyError, match=sharing):
+            runner._reshape_kv_cache_tensors(raw, sizes)
 
 
 def test_sharing_layer_is_its_targets_object(
@@ -144,9 +156,7 @@ def test_sharing_layer_is_its_targets_object(
     for layer, target in SHARING[shape].items():
         assert first[layer] is first[target]
         assert stage.layers[layer].kv_cache is not None
-        assert (
-            stage.layers[layer].kv_cache.data_ptr() == stage.layers[target].kv_cache.data_ptr()
-        )
+        assert stage.layers[layer].kv_cache.data_ptr() == stage.layers[target].kv_cache.data_ptr()
     assert bound.keys() == first.keys()
     assert all(bound[layer] is first[layer] for layer in bound), "vLLM's second pass changed it"
 

@@ -39,7 +39,8 @@ FILES = {
 
 
 def verdict(tmp_path: Path, version: str = "1.0", **changed: str) -> Verdict:
-    lib = installed(tmp_path, FILES | {f"{name}.py": text for name, text in changed.items()}, version)
+    files = FILES | {f"{name}.py": text for name, text in changed.items()}
+    lib = installed(tmp_path, files, version)
     return check(manifest(START, ALLOCATE, tested=("1.0", "2.0")), lib)
 
 
@@ -62,9 +63,11 @@ ANY = "(*args, **kwargs)"
 
 @pytest.mark.parametrize("signature", ["()", "(a, b=1)", "(*a, **b)", ANY])
 def test_a_seam_for_any_signature(tmp_path: Path, signature: str) -> None:
+    anything = manifest(seam(signature=ANY))
     lib = installed(tmp_path, {"work.py": f"def allocate{signature}: pass"})
-    assert check(manifest(seam(signature=ANY)), lib).problem == ""
-    assert "no allocate" in check(manifest(seam(signature=ANY)), installed(tmp_path, {"work.py": ""})).problem
+    assert check(anything, lib).problem == ""
+    lib = installed(tmp_path, {"work.py": ""})
+    assert "found no allocate in lib.work" in check(anything, lib).problem
 
 
 # What changes in work.py: the seam that differs, and what is found there.
@@ -83,11 +86,11 @@ CHANGES = {
     "async function": (("def allocate", "async def allocate"), ALLOCATE, "async"),
     "async method": (("def start", "async def start"), START, "async"),
     "function renamed": (("def allocate", "def allocated"), ALLOCATE, "no allocate in lib.work"),
-    "function nested": (("def allocate", "if x:\n  def allocate"), ALLOCATE, "no allocate in lib.work"),
+    "function nested": (("def allocate", "if x:\n  def allocate"), ALLOCATE, "no allocate in"),
     "method renamed": (("def start", "def begin"), START, "no Worker.start in lib.work"),
     "class renamed": (("class Worker", "class Workers"), START, "no Worker.start in lib.work"),
-    "class inherits": (("def start", "pass\nclass W(Worker):\n    def start"), START, "no Worker.start"),
-    "call renamed": (("torch.zeros", "torch.empty"), ALLOCATE, "no call of torch.zeros in its body"),
+    "class inherited": (("def start", "x = 1\nclass W(Worker):\n    def start"), START, "no Work"),
+    "call renamed": (("torch.zeros", "torch.empty"), ALLOCATE, "no call of torch.zeros in its"),
     "call not made": (("torch.zeros(1)", "torch.zeros"), ALLOCATE, "no call of torch.zeros"),
     "call shortened": (("helpers.shape", "shape"), ALLOCATE, "no call of helpers.shape"),
     "call elsewhere": (
@@ -115,18 +118,26 @@ def test_one_change_refuses_all(
     assert "\n" not in result.problem
 
 
-def test_a_missing_module_a_missing_importer_and_all_problems_at_once(tmp_path: Path) -> None:
-    lib = installed(tmp_path, {"user.py": "def allocate(): pass\n"}, "2.0")
-    lines = check(manifest(START, ALLOCATE), lib).problem.splitlines()
-    assert len(lines) == 2
-    assert lines[0].endswith("found no Worker.start in lib.work")
-    assert lines[1].endswith("found no allocate in lib.work")
-    result = verdict(tmp_path, "2.0", user="import lib.work\n", work=WORK.replace("zeros", "ones"))
-    (tmp_path / "lib" / "later.py").unlink()
-    again = check(manifest(START, ALLOCATE), installed(tmp_path, {}, "2.0"))
-    missing = ["no call of torch.zeros in its body", "no from-import of it in lib.user"]
-    assert result.statuses[1].found.split("; ")[1:] == missing
-    assert again.statuses[1].found.split("; ")[1:] == [*missing, "no from-import of it in lib.later"]
+def test_all_problems_of_all_seams_are_told_at_once(tmp_path: Path) -> None:
+    changed = {"user": "import lib.work\n", "later": "", "work": WORK.replace("torch.", "np.")}
+    changed["work"] = changed["work"].replace("plan,", "plans,")
+    first, second = verdict(tmp_path, "2.0", **changed).problem.splitlines()
+    assert first.endswith("; found (self, plans, *, limit=None)")
+    for words in ("found (plans, device", "; no call of torch.zeros in its body"):
+        assert words in second
+    for module in ("lib.user", "lib.later"):
+        assert f"; no from-import of it in {module}" in second
+
+
+def test_missing_modules(tmp_path: Path) -> None:
+    found = check(manifest(START, ALLOCATE), installed(tmp_path, {"user.py": FILES["user.py"]}))
+    assert [status.found for status in found.statuses] == [
+        "no Worker.start in lib.work",
+        "no allocate in lib.work",
+    ]
+    write(tmp_path / "lib", {"work.py": WORK})
+    found = check(manifest(START, ALLOCATE), installed(tmp_path, {}, "2.0"))
+    assert found.statuses[1].found.endswith("**options); no from-import of it in lib.later")
 
 
 def test_an_importer_is_required_only_in_its_range(tmp_path: Path) -> None:
@@ -206,18 +217,18 @@ def test_else_its_distribution_does(
 @pytest.mark.parametrize("value", ["dev", "0.28.x", "v?", "unknown"])
 def test_no_pep_440_version_is_refused(tmp_path: Path, value: str) -> None:
     write(tmp_path, {"_version.py": f"__version__ = '{value}'\n"})
-    with pytest.raises(SeamMismatch, match=f"^lib version '{re.escape(value)}': expected a PEP 440"):
+    with pytest.raises(
+        SeamMismatch, match=f"^lib version '{re.escape(value)}': expected a PEP 440"
+    ):
         read_version("lib", tmp_path)
 
 
 def test_an_unknown_version_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SeamMismatch, match="^no-such-lib in .*: version unknown; expected"):
+    with pytest.raises(SeamMismatch, match=r"^no-such-lib in .*: version unknown; expected"):
         read_version("no-such-lib", tmp_path)
 
 
-def test_nothing_of_the_target_is_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_of_the_target_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     boom = "raise RuntimeError('imported')\n"
     files = {name: boom + text for name, text in FILES.items()}
     write(tmp_path / "lib_that_raises", files | {"_version.py": boom + "__version__ = '1.0'\n"})

@@ -18,7 +18,10 @@ WORDS = {"": "off", "0": "off", "off": "off", "1": "on", "on": "on", "auto": "au
 SWITCH = ("0", "off", "1", "on", "auto")
 # Per variable: what is allowed, and one bad value of every kind.
 BAD = {
-    TOGGLE: (SWITCH, ["2", "-1", "01", "0.0", "true", "yes", "no", "o n", "on,auto", "ÖN", "\x001"]),
+    TOGGLE: (
+        SWITCH,
+        ["2", "-1", "01", "0.0", "true", "yes", "no", "o n", "on,auto", "ÖN"],
+    ),
     POOL: (POOL_KINDS, ["1", "on", "hosts", "host,static", "ho st", "cuda", "ÄUTO", "'host'"]),
 }
 

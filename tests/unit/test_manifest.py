@@ -62,7 +62,10 @@ TEXTS = ("id", "target", "signature", "wrapper", "why", "remove_when")
 FAULTS = [
     *((f'{key} = "', f'{key} = 7 # "', [FIRST, key, "7", "expected a str"]) for key in TEXTS),
     *((f"{key} = ", f"x{key} = ", [FIRST, key, "None", "expected a str"]) for key in TEXTS),
-    *((f'{key} = "', f'{key} = " " # "', [FIRST, key, "' '", "expected some text"]) for key in TEXTS),
+    *(
+        (f'{key} = "', f'{key} = " " # "', [FIRST, key, "' '", "expected some text"])
+        for key in TEXTS
+    ),
     ('package = "lib"', "package = true", [TARGET, "package", "True", "expected a str"]),
     ('package = "lib"', 'package = ""', [TARGET, "package", "''", "expected some text"]),
     ('package = "lib"', "", [TARGET, "package", "None", "expected a str"]),
@@ -157,7 +160,7 @@ def shipped() -> list[Manifest]:
 
 
 def wrappers_in(source: str) -> set[str]:
-    """Public functions that take what wrapt calls a wrapper with: wrapped, instance, args, kwargs."""
+    """Public functions with wrapt's wrapper signature: (wrapped, instance, args, kwargs)."""
     return {
         node.name
         for node in ast.parse(source).body

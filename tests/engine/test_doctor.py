@@ -1,0 +1,101 @@
+"""``kvcached-patch doctor`` where vLLM is installed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fresh import python
+from tests.overlay import overlay
+
+DOCTOR = ("-m", "kvcached_patch", "doctor")
+
+
+def doctor(*options: str, **variables: str) -> tuple[int, dict[str, Any]]:
+    done = python(*DOCTOR, "--json", *options, **variables)
+    return done.returncode, json.loads(done.stdout)
+
+
+def text_of(report: dict[str, Any], name: str) -> str:
+    return next(f["text"] for f in report["findings"] if f["name"] == name)
+
+
+def test_active_and_right() -> None:
+    code, report = doctor(KVCACHED_PATCH="1")
+    assert (code, report["active"]) == (0, True)
+    assert text_of(report, "import of vLLM") == "all 4 seams in place"
+    assert text_of(report, "runner").startswith("V1")
+    assert text_of(report, "pool") == "host memory for device cpu"
+    assert text_of(report, "door: .pth").endswith("kvcached_patch.pth")
+    assert "vllm.general_plugins" in text_of(report, "door: plugin")
+    assert [seam["ok"] for seam in report["seams"]] == [True] * 4
+    assert all(seam["expected"] and seam["found"] for seam in report["seams"])
+
+
+def test_text_says_the_same() -> None:
+    done = python(*DOCTOR, "--static", KVCACHED_PATCH="1")
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1] == "active: yes"
+    assert "seam allocate" in done.stdout
+    assert "expected  (kv_cache_config, device, layout, kernel_block_sizes=None)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "message"),
+    [
+        ({}, "toggle", "KVCACHED_PATCH is not set"),
+        ({"KVCACHED_PATCH": "off"}, "toggle", "'off' (from the environment): vLLM runs unpatched"),
+        ({"KVCACHED_PATCH": "2"}, "toggle", "KVCACHED_PATCH='2': bad value"),
+    ],
+)
+def test_inactive(variables: dict[str, str], name: str, message: str) -> None:
+    code, report = doctor("--static", **variables)
+    assert (code, report["active"]) == (1, False)
+    assert message in text_of(report, name)
+
+
+def test_plugin_left_out_by_the_allowlist_is_told() -> None:
+    code, report = doctor("--static", KVCACHED_PATCH="1", VLLM_PLUGINS="other")
+    assert code == 0, "the .pth is enough"
+    assert "VLLM_PLUGINS='other' leaves kvcached_patch out" in text_of(report, "door: plugin")
+
+
+def test_changed_vllm_is_told(tmp_path: Path) -> None:
+    change = (
+        "def initialize_from_config(self, kv_cache_configs: list",
+        "def initialize_from_config(self, configs: list",
+    )
+    tree = overlay(tmp_path, {"v1/executor/abstract.py": change})
+    code, report = doctor(KVCACHED_PATCH="1", PYTHONPATH=str(tree))
+    assert code == 1
+    assert "seam engine-core-proof differs" in text_of(report, "seams")
+    bad = [seam for seam in report["seams"] if not seam["ok"]]
+    assert [seam["id"] for seam in bad] == ["engine-core-proof"]
+    assert bad[0]["found"] == "(self, configs)"
+
+
+def test_another_plugin_on_a_seam_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rival.py").write_text(
+        "def patch():\n"
+        "    import vllm.v1.worker.utils as utils\n"
+        "    original = utils.allocate_kv_cache\n"
+        "    utils.allocate_kv_cache = lambda *a, **k: original(*a, **k)\n"
+    )
+    info = tmp_path / "rival-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rival\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\na_rival = rival:patch\n")
+    (info / "RECORD").write_text("rival.py,,\nrival-1.0.dist-info/METADATA,,\n")
+    code, report = doctor(KVCACHED_PATCH="1", PYTHONPATH=str(tmp_path))
+    assert code == 1
+    assert "rival 1.0 names seam allocate" in text_of(report, "other plugin")
+    assert "is wrapped by rival" in text_of(report, "import of vLLM")
+
+
+def test_bad_usage() -> None:
+    done = python(*DOCTOR, "--nonsense")
+    assert done.returncode == 2
+    assert "unrecognized arguments: --nonsense" in done.stderr
