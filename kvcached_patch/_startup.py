@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from logging import Logger
     from types import ModuleType
 
+    from kvcached_patch.config import Mode
     from kvcached_patch.errors import KvcachedPatchError
     from kvcached_patch.seams.check import Verdict
 
@@ -37,13 +38,13 @@ class _ImportWatch:
 
 
 _watch = _ImportWatch()
-_decided = False
+_decision: Mode | None = None
 
 
 def install() -> None:
     """Watch for the first import of a target; the door of the ``.pth`` file. Idempotent."""
     with _lock:
-        if not _decided and _watch not in sys.meta_path:
+        if _decision is None and _watch not in sys.meta_path:
             sys.meta_path.insert(0, _watch)
 
 
@@ -54,8 +55,9 @@ def install_plugin() -> None:
     """
     from kvcached_patch import config
 
-    if _decided and config.load().mode is config.Mode.OFF:
-        _restore()
+    off = config.Mode.OFF
+    if _decision is not None and (config.load().mode is off) is not (_decision is off):
+        _reconsider()
     decide()
 
 
@@ -65,9 +67,9 @@ def decide() -> None:
     Raises ConfigError for bad settings and, in strict mode, SeamMismatch for a release whose
     seams differ: at every import of a vLLM module, until the cause is gone.
     """
-    global _decided
+    global _decision
     with _lock:
-        if _decided:
+        if _decision is not None:
             return
         from kvcached_patch import config
 
@@ -79,7 +81,7 @@ def decide() -> None:
                 _patch("vllm")
             except SeamMismatch as error:
                 _refuse(error)
-        _decided = True
+        _decision = settings.mode
         if _watch in sys.meta_path:
             sys.meta_path.remove(_watch)
 
@@ -116,23 +118,24 @@ def _patch(package: str) -> None:
 
 def _refuse(error: KvcachedPatchError) -> None:
     """Raise in strict mode, now and at every later import; with ``auto`` warn and stay stock."""
-    global _decided
+    global _decision
     from kvcached_patch import config
 
     if config.load().mode is config.Mode.AUTO:
         _logger().warning("kvcached-patch: off, vLLM runs unpatched: %s", error)
         return
-    _decided = False
+    _decision = None
     install()
     raise error
 
 
-def _restore() -> None:
-    global _decided
+def _reconsider() -> None:
+    """Forget a decision: the toggle was set or unset since, in the script."""
+    global _decision
     from kvcached_patch.seams.apply import restore
 
     restore()
-    _decided = False
+    _decision = None
 
 
 def _logger() -> Logger:

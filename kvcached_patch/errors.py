@@ -23,3 +23,7 @@ class PoolExhausted(KvcachedPatchError):
 
 class DriverError(KvcachedPatchError):
     """The memory backend refused a call: the message names call, size and reason."""
+
+
+class LedgerError(KvcachedPatchError):
+    """A shared-budget file that cannot be used: what was found, what is expected."""

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-DROPPED = ("KVCACHED_PATCH", "PYTHON", "VIRTUAL_ENV", "VLLM_", "PIP_TARGET", "PIP_REQUIRE")
+DROPPED = ("KVCACHED_PATCH", "VLLM_", "PYTHON", "PYTEST", "PY_COLORS", "FORCE_COLOR", "VIRTUAL_ENV")
+DROPPED += ("PIP_PREFIX", "PIP_REQUIRE", "PIP_TARGET", "PIP_USER")
 
 
 def environment(**variables: str) -> dict[str, str]:

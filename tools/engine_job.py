@@ -128,6 +128,9 @@ def run_engine(job: Job) -> Result:
     settings = {**ENGINE_DEFAULTS, "model": str(job["model"])}
     if not any(Path(job["model"]).glob("*.safetensors")):
         settings["load_format"] = "dummy"
+    if job.get("method") == "embed":
+        # vLLM builds every pooling task's processor up front, and one of them wants a tokenizer.
+        settings |= {"runner": "pooling", "skip_tokenizer_init": False}
     settings |= job.get("engine", {})
     llm = vllm.LLM(**settings)
     result: Result = {

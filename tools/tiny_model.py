@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-GENERATOR_VERSION = 1
+GENERATOR_VERSION = 2
 MODELS_DIR = Path(__file__).resolve().parent / "models"
 
 Config = dict[str, Any]
@@ -38,9 +38,9 @@ def has_weights(name: str) -> bool:
 
 
 def write_model(name: str, out_dir: Path) -> Path:
-    """Write `out_dir/name` (config.json, model.safetensors) and return it.
+    """Write `out_dir/name` (config, weights, a word-level tokenizer) and return it.
 
-    A model type without a shape table here gets its config.json only; load it with vLLM's
+    A model type without a shape table here gets no model.safetensors: load it with vLLM's
     `load_format="dummy"`. A directory whose stamp matches is left as it is.
     """
     config = _config(name)
@@ -56,6 +56,9 @@ def write_model(name: str, out_dir: Path) -> Path:
     if shapes is not None:
         _replace(target / "model.safetensors", _safetensors(dict(shapes(config)), config))
     _replace(target / "config.json", text.encode())
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    _replace(target / "tokenizer_config.json", json.dumps(tokenizer_config).encode())
+    _replace(target / "tokenizer.json", json.dumps(_tokenizer(config["vocab_size"])).encode())
     _replace(stamp_file, stamp.encode())
     return target
 
@@ -66,6 +69,18 @@ def _config(name: str) -> Config:
         raise ValueError(f"unknown model {name!r}; known: {', '.join(model_names())}")
     config: Config = json.loads(path.read_text())
     return config
+
+
+def _tokenizer(vocab_size: int) -> dict[str, Any]:
+    """Words `t4`, `t5`, ... stand for the token of that id."""
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"t{i}" for i in range(4, vocab_size))]
+    vocab = {word: i for i, word in enumerate(words)}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}
+    nothing = dict.fromkeys(
+        ("truncation", "padding", "normalizer", "post_processor", "decoder"), None
+    )
+    split = {"type": "WhitespaceSplit"}
+    return {"version": "1.0", "added_tokens": [], "pre_tokenizer": split, "model": model, **nothing}
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -53,7 +53,7 @@ class AppliedSeam:
         if not self.changes:
             return False
         replacement = self.changes[0].replacement
-        owner, name = _resolve(sys.modules[self.seam.module], self.seam.qualname)
+        owner, name = _resolve(sys.modules[self.seam.module], self.seam)
         held = [vars(owner)[name]]
         held += [vars(sys.modules[m])[name] for m in self.importers if m in sys.modules]
         return all(value is replacement for value in held)
@@ -141,7 +141,7 @@ def _hook(
 
 
 def _wrap(entry: AppliedSeam, module: ModuleType) -> None:
-    owner, name = _resolve(module, entry.seam.qualname)
+    owner, name = _resolve(module, entry.seam)
     original = vars(owner)[name]
     origin = _origin(original)
     if origin.partition(".")[0] != entry.seam.module.partition(".")[0]:
@@ -151,12 +151,17 @@ def _wrap(entry: AppliedSeam, module: ModuleType) -> None:
         )
     replacement = wrapt.FunctionWrapper(original, _wrapper(entry.seam.wrapper))
     _replace(entry, _Change(owner, name, original, replacement))
+    for importer in entry.importers:
+        if importer in sys.modules and name in vars(sys.modules[importer]):
+            _rebind(entry, sys.modules[importer])
 
 
 def _rebind(entry: AppliedSeam, module: ModuleType) -> None:
     """Make an importer hold the wrapper: it took the original before, or the wrapper after."""
-    name = entry.seam.qualname
+    if not entry.changes or any(change.owner is module for change in entry.changes):
+        return
     wrapped = entry.changes[0]
+    _, name = _resolve(module, entry.seam)
     value = vars(module)[name]
     if value is not wrapped.original and value is not wrapped.replacement:
         raise SeamMismatch(
@@ -171,13 +176,18 @@ def _replace(entry: AppliedSeam, change: _Change) -> None:
     setattr(change.owner, change.name, change.replacement)
 
 
-def _resolve(module: ModuleType, qualname: str) -> tuple[Any, str]:
+def _resolve(module: ModuleType, seam: Seam) -> tuple[Any, str]:
     """The object whose attribute the seam is, and the attribute's name."""
-    *outer, name = qualname.split(".")
+    *outer, name = seam.qualname.split(".")
     owner: Any = module
-    for part in outer:
-        owner = vars(owner)[part]
-    return owner, name
+    for part in [*outer, name]:
+        if part not in vars(owner):
+            raise SeamMismatch(
+                f"seam {seam.id}: {module.__name__} has no {seam.qualname} once it is imported; "
+                "expected what its source says"
+            )
+        owner, parent = vars(owner)[part], owner
+    return parent, name
 
 
 def _wrapper(target: str) -> Callable[..., Any]:

@@ -119,7 +119,8 @@ def _check_seam(seam: Seam, installed: Installed) -> SeamStatus:
     missing = [f"no call of {name} in its body" for name in seam.calls if not calls(function, name)]
     for module in seam.importers_in(installed.version):
         text = read_module(installed, module)
-        if text is None or not imports_by_value(text, module, seam):
+        is_package = installed.root.joinpath(*module.split(".")[1:]).is_dir()
+        if text is None or not imports_by_value(text, module, seam, is_package=is_package):
             missing.append(f"no from-import of it in {module}")
     ok = expected in (found, ANY_SIGNATURE) and not missing
     return SeamStatus(seam, expected, "; ".join([found, *missing]), ok)
@@ -173,11 +174,16 @@ def _slice_function(source: str, qualname: str) -> FunctionNode | None:
 
 def _only_block(source: str, header: str, indent: str) -> str | None:
     starts = list(re.finditer(rf"^{indent}{header}", source, re.MULTILINE))
-    if len(starts) != 1:
+    if len(starts) != 1 or _maybe_in_string(source, starts[0].start()):
         return None
     start = starts[0].start()
     end = re.compile(rf"^ {{0,{len(indent)}}}[^\s)#]", re.MULTILINE).search(source, starts[0].end())
     return source[start : end.start() if end else len(source)]
+
+
+def _maybe_in_string(source: str, position: int) -> bool:
+    """Whether a triple-quoted string may be open here: a doubt, not a finding."""
+    return any(source.count(quotes, 0, position) % 2 for quotes in ('"""', "'''"))
 
 
 def _parse_function(text: str) -> FunctionNode:
@@ -192,7 +198,8 @@ def _normal_signature(function: FunctionNode) -> str:
     for argument in ast.walk(arguments):
         if isinstance(argument, ast.arg):
             argument.annotation = None
-    return f"({ast.unparse(arguments)})"
+    prefix = "async " if isinstance(function, ast.AsyncFunctionDef) else ""
+    return f"{prefix}({ast.unparse(arguments)})"
 
 
 def calls(function: FunctionNode, dotted: str) -> bool:
@@ -203,9 +210,14 @@ def calls(function: FunctionNode, dotted: str) -> bool:
     )
 
 
-def imports_by_value(source: str, importer: str, seam: Seam) -> bool:
-    """Whether `importer` has a from-import of the seam's function at its top level."""
-    spellings = [seam.module, *_relative_spellings(importer, seam.module)]
+def imports_by_value(source: str, importer: str, seam: Seam, *, is_package: bool = False) -> bool:
+    """Whether `importer` has a from-import of the seam's function, by its name, at top level.
+
+    is_package: whether the importer's source is an ``__init__.py``.
+    """
+    parts = importer.split(".")
+    package = parts if is_package else parts[:-1]
+    spellings = [seam.module, *_relative_spellings(package, seam.module)]
     return any(
         seam.qualname in names
         for spelling in spellings
@@ -213,18 +225,19 @@ def imports_by_value(source: str, importer: str, seam: Seam) -> bool:
     )
 
 
-def _relative_spellings(importer: str, module: str) -> Iterator[str]:
-    """``.utils`` for a.b.utils in a.b.runner, ``..utils`` in a.b.c.runner, and so on."""
-    parts = importer.split(".")
-    for level in range(1, len(parts)):
-        base = ".".join(parts[:-level]) + "."
+def _relative_spellings(package: list[str], module: str) -> Iterator[str]:
+    """``.utils`` for a.b.utils in package a.b, ``..utils`` in package a.b.c, and so on."""
+    for up in range(len(package)):
+        base = ".".join(package[: len(package) - up]) + "."
         if module.startswith(base):
-            yield "." * level + module[len(base) :]
+            yield "." * (up + 1) + module[len(base) :]
 
 
 def _from_imports(source: str, module: str) -> Iterator[set[str]]:
-    """The names of each such statement, which ends with the first line that makes it parse."""
+    """The unaliased names of each such statement, which ends with the first line that parses."""
     for match in re.finditer(rf"^from {re.escape(module)} import ", source, re.MULTILINE):
+        if _maybe_in_string(source, match.start()):
+            continue
         text = ""
         for line in source[match.start() :].splitlines(keepends=True):
             text += line
@@ -233,5 +246,5 @@ def _from_imports(source: str, module: str) -> Iterator[set[str]]:
             except SyntaxError:
                 continue
             if isinstance(statement, ast.ImportFrom):
-                yield {alias.name for alias in statement.names}
+                yield {a.name for a in statement.names if a.asname in (None, a.name)}
             break

@@ -128,7 +128,10 @@ def parse_manifest(text: str, source: str) -> Manifest:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source}: not TOML: {error}") from error
-    target = _Table(f"{source} [target]", data.get("target", {}))
+    top = _Table(source, data)
+    target = _Table(f"{source} [target]", top.take("target", dict, default={}))
+    entries = top.take("seam", list, default=[])
+    top.done()
     tested = target.texts("tested")
     manifest = Manifest(
         package=target.text("package"),
@@ -136,7 +139,7 @@ def parse_manifest(text: str, source: str) -> Manifest:
         tested=tuple(tested),
         seams=tuple(
             _seam(_Table(f"{source} [[seam]] {n}", entry))
-            for n, entry in enumerate(data.get("seam", ()), start=1)
+            for n, entry in enumerate(entries, start=1)
         ),
     )
     target.done()
@@ -178,11 +181,11 @@ def _seam(table: _Table) -> Seam:
             "module:name for a function"
         )
     try:
-        ast.parse(f"def f{seam.signature}: ...")
-    except SyntaxError as error:
-        raise ConfigError(
-            f"{table.where}: signature={seam.signature!r}: expected a parameter list: {error.msg}"
-        ) from error
+        statements = ast.parse(f"def f{seam.signature}: ...").body
+    except SyntaxError:
+        statements = []
+    if len(statements) != 1:
+        raise ConfigError(f"{table.where}: signature={seam.signature!r}: expected a parameter list")
     return seam
 
 
@@ -200,9 +203,11 @@ class _Table:
             raise ConfigError(f"{where}: {data!r}: expected a table")
         self.where = where
         self._data = dict(data)
+        self._used: list[str] = []
 
     def take(self, key: str, kind: type, default: Any = None) -> Any:
         value = self._data.pop(key, default)
+        self._used.append(key)
         if not isinstance(value, kind):
             raise ConfigError(f"{self.where}: {key}={value!r}: expected a {kind.__name__}")
         return value
@@ -237,5 +242,6 @@ class _Table:
             ) from error
 
     def done(self) -> None:
-        if self._data:
-            raise ConfigError(f"{self.where}: unknown key {', '.join(sorted(self._data))}")
+        for key, value in self._data.items():
+            known = ", ".join(self._used)
+            raise ConfigError(f"{self.where}: {key}={value!r}: unknown key; expected only: {known}")

@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from kvcached_patch.seams.apply import restore
 from tests.library import Library
+
+settings.register_profile("unit", deadline=None)  # nothing here depends on how fast a machine is
+settings.load_profile("unit")
 
 
 @pytest.fixture

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 import wrapt
 
-from kvcached_patch.seams.apply import armed, restore
+from kvcached_patch.seams.apply import armed, restore, tally
 from tests.library import NAMES, Library, held, same
 
 
@@ -26,6 +27,19 @@ def test_a_seam_is_wrapped_whenever_its_modules_are_imported(
     assert early.use("p") == late.use("p") == [lib.ours, "NoneType", "stock", "p", 1]
     assert work.allocate is early.allocate is late.allocate
     assert [entry.applied for entry in armed()] == [True, True]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_importer_may_be_complete_before_its_target(
+    lib: Library, tmp_path: Path, before: bool
+) -> None:
+    with (tmp_path / lib.name / "work.py").open("a") as file:
+        file.write("\nfrom . import early\n")
+    if before:
+        lib.load("work")
+    lib.arm()
+    work, early = lib.load("work"), lib.load("early")
+    assert early.use("p") == work.allocate("p") == [lib.ours, "NoneType", "stock", "p", 1]
 
 
 @pytest.mark.parametrize("after", [(), ("late",), NAMES])
@@ -82,12 +96,14 @@ def test_a_seam_knows_whether_it_is_in_place(lib: Library) -> None:
     lib.arm()
     method, function = armed()
     assert [(each.loaded, each.applied) for each in armed()] == [(False, False)] * 2
+    assert tally() == "0/0"
     work = lib.load("work")
     assert [(each.loaded, each.applied) for each in armed()] == [(True, True)] * 2
+    assert tally() == "2/2"
     early = lib.load("early")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(early, "allocate", len)
-        assert (method.applied, function.applied) == (True, False)
+        assert (method.applied, function.applied, tally()) == (True, False, "1/2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(work.Worker, "start", len)
         assert (method.applied, function.applied) == (False, True)

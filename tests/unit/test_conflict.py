@@ -70,17 +70,35 @@ def test_on_conflict_may_raise(lib: Library, loaded: bool) -> None:
     assert armed() == ()
 
 
+@pytest.mark.parametrize("place", ["work", "work.Worker", "early"])
+def test_what_the_source_has_but_the_module_has_not_is_a_conflict(lib: Library, place: str) -> None:
+    work, early = lib.load("work"), lib.load("early")
+    owner = {"work": work, "work.Worker": work.Worker, "early": early}[place]
+    name = "start" if place == "work.Worker" else "allocate"
+    original = vars(owner)[name]
+    delattr(owner, name)
+    errors: list[SeamMismatch] = []
+    lib.arm(errors.append)
+    setattr(owner, name, original)
+    assert [name in str(error) for error in errors] == [True]
+    assert armed() == ()
+    assert early.use("p") == work.Worker().start("p", limit=1) == ["stock", "p", 1]
+
+
 def test_a_wrapper_around_ours_is_a_conflict_for_a_later_importer(lib: Library) -> None:
     errors: list[SeamMismatch] = []
     lib.arm(errors.append)
-    work = lib.load("work")
-    ours = work.allocate
-    work.allocate = lib.foreign("plain", ours)
-    try:
-        lib.load("late")
-    finally:
-        work.allocate = ours
-    assert [lib.theirs in str(error) for error in errors] == [True]
+    work, early = lib.load("work"), lib.load("early")
+    theirs = work.allocate = lib.foreign("plain", work.allocate)
+    late = lib.load("late")
+    assert [f"{lib.name}.late.allocate" in str(error) for error in errors] == [True]
+    assert armed() == ()
+    assert work.allocate is late.allocate is theirs  # theirs to take away
+    assert early.use("p") == ["stock", "p", 1]
+    assert work.Worker().start("p") == ["stock", "p", None]
+    lib.arm(errors.append)  # and again, at the next attempt
+    assert [lib.theirs in str(error) for error in errors] == [True, True]
+    assert armed() == ()
 
 
 def test_restore_refuses_while_another_tool_wraps_ours(lib: Library) -> None:

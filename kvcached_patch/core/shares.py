@@ -1,0 +1,24 @@
+"""How a budget that is too small is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def fair_shares(budget: int, demands: Sequence[int], limits: Sequence[int | None]) -> list[int]:
+    """Max-min fair shares of `budget` bytes, in the order of `demands`.
+
+    Each demand counts up to its limit (None: no limit). Small demands are met in full; the others
+    get one equal share each. Up to ``len(demands) - 1`` bytes of a short budget stay unassigned.
+    """
+    wanted = [
+        demand if limit is None else min(demand, limit)
+        for demand, limit in zip(demands, limits, strict=True)
+    ]
+    left = max(budget, 0)
+    for position, demand in enumerate(sorted(wanted)):
+        level = left // (len(wanted) - position)
+        if demand > level:
+            return [min(each, level) for each in wanted]
+        left -= demand
+    return wanted
