@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from kvcached_patch.core.retention import DEFAULT, Retention, parse_retention
 from kvcached_patch.errors import ConfigError
 
 TOGGLE = "KVCACHED_PATCH"
 POOL = "KVCACHED_PATCH_POOL"
-VARIABLES = (TOGGLE, POOL)
+RETAIN = "KVCACHED_PATCH_RETAIN"
+VARIABLES = (TOGGLE, POOL, RETAIN)
 
 
 class Mode(Enum):
@@ -24,6 +26,7 @@ class Mode(Enum):
 
 _SWITCH = {"": Mode.OFF, "0": Mode.OFF, "off": Mode.OFF, "1": Mode.ON, "on": Mode.ON}
 POOL_KINDS = ("auto", "host", "static")
+RETAIN_FORMS = ("all", "none", "a size such as 2GiB", "a duration such as 90s or 5min")
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,12 @@ class Config:
 
     mode: the toggle.
     pool: where KV-cache storage comes from; ``auto`` is ``host`` on a CPU, else ``static``.
+    retain: how long cached blocks that nobody uses keep their memory.
     """
 
     mode: Mode = Mode.OFF
     pool: str = "auto"
+    retain: Retention = DEFAULT
 
 
 def parse_switch(name: str, value: str, *, auto: bool = False) -> Mode:
@@ -67,7 +72,13 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
     pool = env.get(POOL, "").strip().lower() or "auto"
     if pool not in POOL_KINDS:
         raise ConfigError(_expected(POOL, env[POOL], POOL_KINDS))
-    return Config(mode=mode, pool=pool)
+    retain = DEFAULT
+    if text := env.get(RETAIN, "").strip():
+        try:
+            retain = parse_retention(text)
+        except ConfigError as error:
+            raise ConfigError(_expected(RETAIN, env[RETAIN], RETAIN_FORMS)) from error
+    return Config(mode=mode, pool=pool, retain=retain)
 
 
 def raw(name: str, environ: Mapping[str, str] | None = None) -> str | None:

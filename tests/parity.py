@@ -58,7 +58,7 @@ def run(
         {
             "model": str(write_model(model, OUT / "models")),
             "engine": engine or {},
-            "prompts": prompts(),
+            **({} if "batches" in job else {"prompts": prompts()}),
             "sampling": {"max_tokens": 24},
             "probe": probe,
             **job,

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from kvcached_patch.errors import ConfigError
 
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *(?:([kmgt])(?:ib)?)?", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *(?:([kmgt])(?:ib)?|b)?", re.IGNORECASE)
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 MOST_BYTES = 2**63 - 1
 

@@ -10,9 +10,13 @@ from typing import Any
 from kvcached_patch import __version__
 from kvcached_patch.core.layers import plan_layers
 from kvcached_patch.engines.arguments import named
-from kvcached_patch.engines.vllm_worker import report
+from kvcached_patch.engines.vllm_scheduler import Geometry, agree
+from kvcached_patch.engines.vllm_worker import divide, report
 from kvcached_patch.errors import SeamMismatch
 from kvcached_patch.seams.apply import tally
+
+# Slabs of a few blocks keep the queue's work per block small at little cost in empty pages.
+LEAST_SLAB_BLOCKS = 4
 
 logger = logging.getLogger("vllm.kvcached_patch")
 
@@ -39,6 +43,7 @@ def initialize_from_config(
     if problem:
         executor.shutdown()
         raise SeamMismatch(f"the plan is not in force everywhere: {problem}")
+    _divide(executor, reports)
     if all(found["pid"] != os.getpid() for found in reports):
         logger.info(
             "kvcached-patch %s active: EngineCore, seams applied: %s, workers: %d, "
@@ -49,6 +54,18 @@ def initialize_from_config(
             ", ".join(str(pools) for pools in planned),
         )
     return result
+
+
+def _divide(executor: Any, reports: list[dict[str, Any]]) -> None:
+    """Agree on slabs that cover a page in every pool of every worker."""
+    geometry = None
+    if all(found["min_slab_blocks"] for found in reports):
+        geometry = Geometry(
+            slab_blocks=max(LEAST_SLAB_BLOCKS, *(found["min_slab_blocks"] for found in reports)),
+            block_bytes=sum(found["block_bytes"] for found in reports),
+        )
+        executor.collective_rpc(divide, args=(geometry.slab_blocks,))
+    agree(geometry)
 
 
 def planned_pools(kv_cache_config: Any) -> int:

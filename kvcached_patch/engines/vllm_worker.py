@@ -14,11 +14,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvcached_patch import __version__, config
+from kvcached_patch.core.extents import Cells, View, block_cells, slab_blocks
 from kvcached_patch.core.layers import LayerPlan, alias_sharing, plan_layers
+from kvcached_patch.core.pages import PLAN, Plan
 from kvcached_patch.engines.arguments import named
 from kvcached_patch.engines.supply import StorageSupply
 from kvcached_patch.errors import ConfigError, SeamMismatch
 from kvcached_patch.memory import Memory, reserve
+from kvcached_patch.pool import ElasticPool
 from kvcached_patch.seams.apply import armed, tally
 
 logger = logging.getLogger("vllm.kvcached_patch")
@@ -30,7 +33,9 @@ class Report:
 
     pools: owner-only pool count. aliased: sharing layers bound to their target's cache.
     ranges: separate ranges of memory the pools lie in. reserved_bytes: their total length.
-    seams: ids in place in the worker's process.
+    min_slab_blocks: blocks per slab that cover a page in every pool; 0 if the memory cannot be
+    given back in parts. block_bytes: of one block, in all pools together. seams: ids in place in
+    the worker's process.
     """
 
     pid: int
@@ -41,6 +46,8 @@ class Report:
     aliased: int
     ranges: int
     reserved_bytes: int
+    min_slab_blocks: int
+    block_bytes: int
     seams: tuple[str, ...]
 
 
@@ -57,6 +64,10 @@ class Binding:
         self.runner_kind = "V2" if is_v2 else "V1"
         self.plan = LayerPlan(owners=(), aliases={})
         self.memories: list[Memory] = []
+        self.caches: dict[str, Any] = {}
+        self.cells: tuple[Cells, ...] = ()
+        self.num_blocks = 0
+        self.pool: ElasticPool | None = None
 
     def allocate(
         self,
@@ -84,6 +95,42 @@ class Binding:
         self.plan, self.memories = plan, supply.taken
         return result
 
+    def shaped(self, caches: dict[str, Any]) -> dict[str, Any]:
+        """Alias the sharing layers in vLLM's finished layer -> cache map, and remember it."""
+        alias_sharing(caches, self.plan.aliases)
+        self.caches = dict(caches)
+        return caches
+
+    def measure(self, num_blocks: int) -> None:
+        """Read off the finished views which bytes each block covers."""
+        self.num_blocks = num_blocks
+        if self.page_bytes:
+            self.cells = block_cells(self._views(), num_blocks)
+
+    def divide(self, slab_blocks: int) -> None:
+        """Become elastic, in slabs of so many blocks."""
+        sizes = [memory.tensor.numel() for memory in self.memories]
+        self.pool = ElasticPool(self.memories, sizes, self.cells, self.num_blocks, slab_blocks)
+
+    @property
+    def page_bytes(self) -> int:
+        """The memory's page, 0 if it cannot be given back in parts."""
+        return self.memories[0].page_bytes if self.memories else 0
+
+    def _views(self) -> Iterator[View]:
+        starts = [memory.tensor.data_ptr() for memory in self.memories]
+        for name, cache in self.caches.items():
+            for tensor in cache if isinstance(cache, list) else [cache]:
+                start = tensor.untyped_storage().data_ptr()
+                yield View(
+                    name,
+                    starts.index(start),
+                    tensor.data_ptr() - start,
+                    tuple(tensor.shape),
+                    tensor.stride(),
+                    tensor.element_size(),
+                )
+
     def report(self) -> Report:
         """State what was bound."""
         return Report(
@@ -95,6 +142,8 @@ class Binding:
             aliased=len(self.plan.aliases),
             ranges=len(self.memories),
             reserved_bytes=sum(memory.tensor.numel() for memory in self.memories),
+            min_slab_blocks=slab_blocks(self.cells, self.page_bytes) if self.cells else 0,
+            block_bytes=sum(cell.stride for cell in self.cells),
             seams=tuple(entry.seam.id for entry in armed() if entry.applied),
         )
 
@@ -121,6 +170,7 @@ def initialize_from_config(
             f"{', '.join(e.seam.id for e in armed() if e.seam.process == 'worker')}. Set "
             f"{config.TOGGLE}=0 to run this configuration unpatched"
         )
+    binding.measure(kv_cache_config.num_blocks)
     _bindings[worker] = binding
     _announce(binding.report())
     return result
@@ -168,9 +218,7 @@ def reshape(
 ) -> Any:
     """``_reshape_kv_cache_tensors`` (V1) and ``_reshape_kv_cache`` (V2), up to 0.28."""
     caches = wrapped(*args, **kwargs)
-    if _active is not None:
-        alias_sharing(caches, _active.plan.aliases)
-    return caches
+    return caches if _active is None else _active.shaped(caches)
 
 
 def allocate_backing(
@@ -190,17 +238,57 @@ def allocate_backing(
         ranges=1 if kv_cache_config.kv_cache_tensors else 0,
         call=call,
     )
-    alias_sharing(caches, _active.plan.aliases)
-    return caches
+    return _active.shaped(caches)
+
+
+def execute_model(
+    wrapped: Callable[..., Any], worker: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``Worker.execute_model``: carry out the step's plan first.
+
+    Outputs without a plan exist before the first one (V2's ``warmup_kernels``).
+    """
+    binding = _bindings.get(worker)
+    if binding is not None and binding.pool is not None:
+        output = args[0] if args else kwargs["scheduler_output"]
+        plan = vars(output).get(PLAN)
+        if plan is None:
+            binding.pool.missing()
+        else:
+            binding.pool.apply(plan, idle=not output.total_num_scheduled_tokens)
+    return wrapped(*args, **kwargs)
+
+
+# The functions below run in every worker by ``collective_rpc``, which passes them the
+# ``WorkerWrapperBase`` around the worker.
 
 
 def report(worker: Any) -> dict[str, Any] | None:
-    """What this worker bound, None if it bound nothing: run in it by ``collective_rpc``.
-
-    worker: a ``Worker`` or the ``WorkerWrapperBase`` around it.
-    """
-    binding = _bindings.get(getattr(worker, "worker", worker))
+    """What this worker bound, None if it bound nothing."""
+    binding = _binding_of(worker)
     return asdict(binding.report()) if binding else None
+
+
+def divide(worker: Any, slab_blocks: int) -> None:
+    """Make this worker's memory elastic, in slabs of so many blocks."""
+    _bound(worker).divide(slab_blocks)
+
+
+def apply_idle_plan(worker: Any, plan: Plan) -> None:
+    """Carry out a plan that no step goes with: the engine is quiet."""
+    pool = _bound(worker).pool
+    assert pool is not None, "a plan for memory that is not elastic"
+    pool.apply(plan, idle=True)
+
+
+def _binding_of(worker: Any) -> Binding | None:
+    return _bindings.get(getattr(worker, "worker", worker))
+
+
+def _bound(worker: Any) -> Binding:
+    binding = _binding_of(worker)
+    assert binding is not None, "a worker that EngineCore found patched"
+    return binding
 
 
 @contextmanager

@@ -23,6 +23,16 @@ class Memory(Protocol):
     def resident_bytes(self) -> int:
         """Bytes of the range that physical memory backs right now."""
 
+    @property
+    def page_bytes(self) -> int:
+        """The unit in which memory can be committed and released; 0 if it cannot."""
+
+    def commit(self, start: int, end: int) -> None:
+        """Make the bytes of ``[start, end)``, whole pages, usable; they read as zeros."""
+
+    def release(self, start: int, end: int) -> None:
+        """Give the pages of ``[start, end)`` back; they still read, as zeros."""
+
     def close(self) -> None:
         """Give the range back; an error while anything still views it."""
 

@@ -43,6 +43,25 @@ class HostMemory:
         """Committed bytes of the range, in whole system pages."""
         return resident_bytes(self.tensor.data_ptr(), self.tensor.numel())
 
+    @property
+    def page_bytes(self) -> int:
+        """The unit in which memory is committed and released."""
+        return mmap.PAGESIZE
+
+    def commit(self, start: int, end: int) -> None:
+        """Nothing to do: the first touch of a page commits it, as zeros."""
+
+    def release(self, start: int, end: int) -> None:
+        """Give the pages of ``[start, end)`` back; they read as zeros again (MADV_DONTNEED).
+
+        start: a multiple of `page_bytes`; end: another, or the range's end. Raises DriverError if
+        the kernel refuses.
+        """
+        try:
+            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
+        except (OSError, ValueError) as error:
+            raise DriverError(f"madvise of {end - start} bytes at {start}: {error}") from error
+
     def close(self) -> None:
         """Unmap the range.
 

@@ -23,6 +23,18 @@ class StaticMemory:
         """All of it, always."""
         return self.tensor.numel()
 
+    @property
+    def page_bytes(self) -> int:
+        """No part of it can be given back."""
+        return 0
+
+    def commit(self, start: int, end: int) -> None:
+        """Nothing to do: all of it is committed."""
+
+    def release(self, start: int, end: int) -> None:
+        """Raises DriverError: no part of it can be given back."""
+        raise DriverError(f"releasing {end - start} bytes: static memory is never released")
+
     def close(self) -> None:
         """Drop the tensor; the allocator frees the bytes with the last view of them."""
         del self.tensor

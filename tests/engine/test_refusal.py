@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
+from kvcached_patch.seams.manifest import load_manifest
 from tests.fresh import python
 from tests.overlay import overlay
 
@@ -35,7 +37,8 @@ names = [w.Worker.__dict__["initialize_from_config"], u.allocate_kv_cache,
 print([type(n).__name__ for n in names], len(armed()))
 """
 STOCK = "['function', 'function', 'function'] 0"
-OURS = "['FunctionWrapper', 'FunctionWrapper', 'FunctionWrapper'] 4"
+SEAMS = len(load_manifest("vllm").seams_in(Version("0.32.0")))
+OURS = f"['FunctionWrapper', 'FunctionWrapper', 'FunctionWrapper'] {SEAMS}"
 
 
 def warnings(stderr: str) -> list[str]:

@@ -9,7 +9,18 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from kvcached_patch.config import POOL, POOL_KINDS, TOGGLE, VARIABLES, Config, Mode, load, raw
+from kvcached_patch.config import (
+    POOL,
+    POOL_KINDS,
+    RETAIN,
+    RETAIN_FORMS,
+    TOGGLE,
+    VARIABLES,
+    Config,
+    Mode,
+    load,
+    raw,
+)
 from kvcached_patch.config import parse_switch as parse
 from kvcached_patch.errors import ConfigError
 from tests.lanes import ROOT
@@ -21,6 +32,10 @@ BAD = {
     TOGGLE: (
         SWITCH,
         ["2", "-1", "01", "0.0", "true", "yes", "no", "o n", "on,auto", "ÖN"],
+    ),
+    RETAIN: (
+        RETAIN_FORMS,
+        ["1GB", "-1", "60sec", "1d", "all,none", "s", "nan s", "1e3", "60 s 5", "auto", "²s"],
     ),
     POOL: (POOL_KINDS, ["1", "on", "hosts", "host,static", "ho st", "cuda", "ÄUTO", "'host'"]),
 }

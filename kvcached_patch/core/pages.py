@@ -1,0 +1,122 @@
+"""Which physical pages are needed, told from the slabs that are in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvcached_patch.core.extents import Cells
+
+# The attribute of vLLM's SchedulerOutput that a plan travels in.
+PLAN = "kvcached_patch_plan"
+
+# (range_index, first byte, byte after the last), page-aligned.
+Run = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one scheduler step asks of every worker.
+
+    sequence: 0, 1, 2, …: a gap is a lost plan. commit: slabs that this step may write. release:
+    slabs that no later step uses; the step itself, and those in flight, may still read them.
+    """
+
+    sequence: int
+    commit: tuple[int, ...] = ()
+    release: tuple[int, ...] = ()
+
+
+class PageCounts:
+    """How many committed slabs need each page; slab and page borders need not agree."""
+
+    def __init__(
+        self,
+        cells: Sequence[Cells],
+        range_bytes: Sequence[int],
+        num_blocks: int,
+        slab_blocks: int,
+        page_bytes: int,
+    ) -> None:
+        """Start with no slab committed."""
+        self._cells = tuple(cells)
+        self._num_blocks = num_blocks
+        self._slab_blocks = slab_blocks
+        self._page_bytes = page_bytes
+        self._ends = tuple(range_bytes)
+        self._counts = [bytearray(-(-size // page_bytes)) for size in range_bytes]
+        self.committed: set[int] = set()
+
+    @property
+    def slabs(self) -> int:
+        """Number of slabs; the last may be shorter."""
+        return -(-self._num_blocks // self._slab_blocks)
+
+    def commit(self, slabs: Iterable[int]) -> list[Run]:
+        """Count the slabs in; returns the pages that were not needed before.
+
+        Raises ValueError for a slab that is committed already or does not exist; then nothing of
+        the call is in force.
+        """
+        slabs = tuple(slabs)
+        self._check(slabs, committed=False)
+        self.committed.update(slabs)
+        return self._count(slabs, +1, becomes=1)
+
+    def release(self, slabs: Iterable[int]) -> list[Run]:
+        """Count the slabs out; returns the pages that no slab needs any more.
+
+        Raises ValueError for a slab that is not committed; then nothing of the call is in force.
+        """
+        slabs = tuple(slabs)
+        self._check(slabs, committed=True)
+        self.committed.difference_update(slabs)
+        return self._count(slabs, -1, becomes=0)
+
+    def unneeded(self) -> list[Run]:
+        """All pages that no slab needs."""
+        pages = (
+            (index, page)
+            for index, counts in enumerate(self._counts)
+            for page, count in enumerate(counts)
+            if not count
+        )
+        return self._merge(pages)
+
+    def _check(self, slabs: tuple[int, ...], *, committed: bool) -> None:
+        for slab in slabs:
+            if not 0 <= slab < self.slabs or (slab in self.committed) is not committed:
+                state = "committed" if slab in self.committed else "not committed"
+                raise ValueError(f"slab {slab} of {self.slabs} is {state}")
+        if len(set(slabs)) != len(slabs):
+            raise ValueError(f"slabs {slabs}: one is named twice")
+
+    def _count(self, slabs: Iterable[int], step: int, becomes: int) -> list[Run]:
+        changed = []
+        for slab in slabs:
+            for index, pages in self._pages(slab):
+                counts = self._counts[index]
+                for page in pages:
+                    counts[page] += step
+                    if counts[page] == becomes:
+                        changed.append((index, page))
+        return self._merge(sorted(changed))
+
+    def _pages(self, slab: int) -> Iterator[tuple[int, range]]:
+        first = slab * self._slab_blocks
+        last = min(first + self._slab_blocks, self._num_blocks)
+        size = self._page_bytes
+        for cell in self._cells:
+            start, end = cell.base + first * cell.stride, cell.base + last * cell.stride
+            yield cell.range_index, range(start // size, -(-end // size))
+
+    def _merge(self, pages: Iterable[tuple[int, int]]) -> list[Run]:
+        runs: list[Run] = []
+        size = self._page_bytes
+        for index, page in pages:
+            start, end = page * size, min((page + 1) * size, self._ends[index])
+            if runs and runs[-1][0] == index and runs[-1][2] == start:
+                runs[-1] = (index, runs[-1][1], end)
+            else:
+                runs.append((index, start, end))
+        return runs

@@ -1,0 +1,90 @@
+"""The seam of EngineCore's input queue: plans for an engine that has gone quiet."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from kvcached_patch.engines.vllm_scheduler import Elastic, elastic_of
+from kvcached_patch.engines.vllm_worker import apply_idle_plan
+
+# How soon the engine may notice, once quiet, that something has become due.
+TICK_SECONDS = 0.25
+
+
+class IdleWatch:
+    """Wakes a quiet EngineCore when a plan has become due.
+
+    After the last request vLLM runs one empty step and then blocks on its input queue, where
+    retention and limits would never take effect. A thread looks at a clock (never at the
+    scheduler's state beyond one number) and puts vLLM's own WAKEUP into that queue; the work is
+    done by EngineCore's main thread.
+    """
+
+    def __init__(self, core: Any, elastic: Elastic, wakeup: Any) -> None:
+        """Watch `core`, an ``EngineCoreProc``, for as long as it exists."""
+        self._core = ref(core)
+        self._wakeup = wakeup
+        self.elastic = elastic
+        self.due: float | None = None
+        self._look = threading.Event()
+        threading.Thread(target=self._run, name="kvcached-patch-idle", daemon=True).start()
+
+    def arm(self) -> None:
+        """Called by the main thread when the engine may go quiet."""
+        self.due = self.elastic.due()
+        self._look.set()
+
+    def _run(self) -> None:
+        while self._core() is not None:
+            self._look.wait()
+            self._look.clear()
+            while (due := self.due) is not None:
+                if (left := due - time.monotonic()) > 0:
+                    self._look.wait(min(left, 60.0))
+                    self._look.clear()
+                    continue
+                core = self._core()
+                if core is None:
+                    return
+                self.due = None
+                core.input_queue.put_nowait((self._wakeup, None))
+                del core
+
+
+_watches: WeakKeyDictionary[Any, IdleWatch] = WeakKeyDictionary()
+
+
+def process_input_queue(
+    wrapped: Callable[..., Any], core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``EngineCoreProc._process_input_queue``: where EngineCore waits when it has no work."""
+    watch = _watch_of(core)
+    if watch is not None and not core.has_work():
+        watch.arm()
+    return wrapped(*args, **kwargs)
+
+
+def handle_client_request(
+    wrapped: Callable[..., Any], core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``EngineCoreProc._handle_client_request``: a WAKEUP while quiet carries out what is due."""
+    result = wrapped(*args, **kwargs)
+    watch = _watches.get(core)
+    if watch is not None and args[0] == watch._wakeup and not core.has_work():
+        plan = watch.elastic.plan()
+        core.model_executor.collective_rpc(apply_idle_plan, args=(plan,))
+        watch.arm()
+    return result
+
+
+def _watch_of(core: Any) -> IdleWatch | None:
+    watch = _watches.get(core)
+    if watch is None and (elastic := elastic_of(core.scheduler)) is not None:
+        from vllm.v1.engine import EngineCoreRequestType
+
+        watch = _watches[core] = IdleWatch(core, elastic, EngineCoreRequestType.WAKEUP)
+    return watch

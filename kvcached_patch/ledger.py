@@ -1,0 +1,211 @@
+"""The shared budget: who holds how much of which device.
+
+Engines of one user on one machine (in one PID namespace) share one file per device. What keeps
+them from committing too much is `Account.reserve`: check-and-add under the file's lock. An engine
+is live while its process is, told by pid plus start time; a dead engine's bytes return when anyone
+looks. A file that was deleted, cut short or overwritten is made anew, and every engine enters
+itself again, with what it holds, at its next call.
+
+Every call can raise LedgerError, for a file that cannot be used. It must not end an engine: callers
+catch it, say so once, and take it for "nothing to be had now".
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvcached_patch.core.shares import fair_shares
+from kvcached_patch.core.sizes import format_bytes, parse_bytes
+from kvcached_patch.errors import LedgerError
+from kvcached_patch.ledger_account import Account, limit_word
+from kvcached_patch.ledger_file import DEAD, LIVE, MODEL, NAME, SLOTS, Field, LedgerFile, Table
+from kvcached_patch.system import private_directory
+
+__all__ = [
+    "Account",
+    "EngineRecord",
+    "Ledger",
+    "LedgerError",
+    "default_dir",
+    "devices",
+    "fair_shares",
+    "format_bytes",
+    "ledger_path",
+    "parse_bytes",
+]
+_SUFFIX = ".ledger"
+
+
+@dataclass(frozen=True)
+class EngineRecord:
+    """One engine as the ledger knows it; sizes in bytes, 0 once it is dead.
+
+    limit: None for none. queries, hits: the prefix cache's counters. age_s: seconds since the last
+    heartbeat, or since it was found dead.
+    """
+
+    name: str
+    pid: int
+    model: str
+    reserved: int
+    committed: int
+    cached: int
+    wanted: int
+    limit: int | None
+    free: int
+    queries: int
+    hits: int
+    age_s: float
+    alive: bool
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Prefix-cache hits per query; None before the first query."""
+        return self.hits / self.queries if self.queries else None
+
+
+class Ledger:
+    """The budget of one device; keeps nothing open, so any process may use it."""
+
+    def __init__(self, path: Path) -> None:
+        """`path`: see `ledger_path`; file and directory are made by the first write."""
+        self.path = path
+
+    def join(
+        self, name: str, *, model: str = "", reserved: int = 0, limit: int | None = None
+    ) -> Account:
+        """Enter an engine of this process; a second ``a`` is called ``a-2``, and so on.
+
+        `reserved`: bytes of its address range; `limit`: the most bytes it may commit, None for no
+        limit. Long names are cut. Raises LedgerError if live engines have all records, ValueError
+        for a bad size.
+        """
+        file = LedgerFile(self.path)
+        try:
+            return Account(file, name, model=model, reserved=reserved, limit=limit)
+        except BaseException:
+            file.close()
+            raise
+
+    def engines(self) -> list[EngineRecord]:
+        """The live engines, as well as those found dead whose record nobody has taken yet."""
+        if not os.path.lexists(self.path):
+            return []
+        with _opened(self.path) as file:
+            table = _read(file)
+            if file.reap(table):
+                table = _read(file)
+        states = table.column(Field.STATE)
+        return [_engine(table, slot) for slot in range(SLOTS) if states[slot] in (LIVE, DEAD)]
+
+    def set_limit(self, name: str, nbytes: int | None) -> None:
+        """Change the most bytes that a live engine may commit; None: no limit.
+
+        Raises LedgerError naming the live engines if none has this name, ValueError for a bad size.
+        """
+        limit = limit_word(nbytes)
+        live = [engine.name for engine in self.engines() if engine.alive]
+        if live:
+            with _opened(self.path) as file, file as table:
+                for slot in table.live():
+                    if table.text(slot, NAME) == name:
+                        table.changed()
+                        table.put(slot, Field.LIMIT, limit)
+                        return
+        known = f"expected one of: {', '.join(live)}" if live else "no engine is running"
+        raise LedgerError(f"found no engine {name!r}; {known}")
+
+    def set_total(self, nbytes: int | None) -> None:
+        """Change the bytes that all engines together may commit; None: no budget.
+
+        Raises ValueError for a bad size.
+        """
+        total = limit_word(nbytes)
+        with _opened(self.path) as file, file as table:
+            table.set_total(total)
+
+    @property
+    def total(self) -> int | None:
+        """The bytes that all engines together may commit; None: no budget."""
+        if not os.path.lexists(self.path):
+            return None
+        with _opened(self.path) as file:
+            return _read(file).total or None
+
+
+def default_dir(xdg_runtime_dir: str | None, tmp: Path, uid: int) -> Path:
+    """Where the ledgers of a user are, the directory itself need not exist.
+
+    In `xdg_runtime_dir` (the variable's value) if that is this user's and can be written, else in
+    `tmp`, the system's directory for temporary files.
+    """
+    if xdg_runtime_dir and os.path.isabs(xdg_runtime_dir):
+        runtime = Path(xdg_runtime_dir)
+        usable = runtime.is_dir() and os.access(runtime, os.W_OK | os.X_OK)
+        if usable and runtime.stat().st_uid == uid:
+            return runtime / "kvcached-patch"
+    return tmp / f"kvcached-patch-{uid}"
+
+
+def ledger_path(directory: Path, device: str) -> Path:
+    """The file of a device; characters that are special in file names become ``_``."""
+    return directory / (re.sub(r"[^A-Za-z0-9._-]", "_", device) + _SUFFIX)
+
+
+def devices(directory: Path) -> list[str]:
+    """The devices that have a ledger in the directory.
+
+    Raises LedgerError if the directory is not this user's alone.
+    """
+    try:
+        opened = private_directory(directory)
+    except FileNotFoundError:
+        return []
+    try:
+        names = os.listdir(opened)
+    finally:
+        os.close(opened)
+    return sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[LedgerFile]:
+    file = LedgerFile(path)
+    try:
+        yield file
+    finally:
+        file.close()
+
+
+def _read(file: LedgerFile) -> Table:
+    with file as table:
+        return table
+
+
+def _engine(table: Table, slot: int) -> EngineRecord:
+    live = table.get(slot, Field.STATE) == LIVE
+
+    def held(field: int) -> int:
+        return table.get(slot, field) if live else 0
+
+    return EngineRecord(
+        name=table.text(slot, NAME),
+        pid=table.get(slot, Field.PID),
+        model=table.text(slot, MODEL),
+        reserved=held(Field.RESERVED),
+        committed=held(Field.COMMITTED),
+        cached=held(Field.CACHED),
+        wanted=held(Field.WANTED),
+        limit=table.get(slot, Field.LIMIT) or None,
+        free=held(Field.FREE),
+        queries=table.get(slot, Field.QUERIES),
+        hits=table.get(slot, Field.HITS),
+        age_s=max(time.monotonic_ns() - table.get(slot, Field.SEEN), 0) / 1e9,
+        alive=live,
+    )
