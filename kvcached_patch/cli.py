@@ -6,15 +6,31 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from kvcached_patch import __version__
-from kvcached_patch.doctor import Diagnosis, diagnose
+from kvcached_patch import __version__, config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0 when all is well, 1 when not, 2 on bad usage (argparse)."""
-    parser = argparse.ArgumentParser(prog="kvcached-patch", description=__doc__)
+    options = _parser().parse_args(argv)
+    if options.command == "doctor":
+        return _doctor(as_json=options.json, live=not options.static)
+    from kvcached_patch import cli_ledger
+
+    if options.command == "top":
+        return cli_ledger.top(config.ledger_dir(), once=options.once, as_json=options.json)
+    return cli_ledger.limit(
+        config.ledger_dir(), options.name, options.size, options.total, device=options.device
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvcached-patch",
+        description="Elastic KV-cache memory for stock vLLM: check it, watch it, bound it.",
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
+
     doctor = commands.add_parser(
         "doctor", help="say whether vLLM started here would be patched, and why not"
     )
@@ -22,26 +38,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_argument(
         "--static", action="store_true", help="read vLLM's sources only; do not import it (fast)"
     )
-    options = parser.parse_args(argv)
-    return _doctor(as_json=options.json, live=not options.static)
+
+    top = commands.add_parser("top", help="show the engines of this user and what they hold")
+    top.add_argument("--once", action="store_true", help="print the table once")
+    top.add_argument("--json", action="store_true", help="print it once, as JSON")
+
+    limit = commands.add_parser(
+        "limit", help="change how much memory an engine, or all together, may commit"
+    )
+    which = limit.add_mutually_exclusive_group(required=True)
+    which.add_argument("name", nargs="?", help="the engine, as `top` shows it")
+    which.add_argument("--total", action="store_true", help="the budget of all engines")
+    limit.add_argument("size", help="such as 512MiB or 2GiB; none to lift it")
+    limit.add_argument("--device", help="only on this device, such as host")
+    return parser
 
 
 def _doctor(*, as_json: bool, live: bool) -> int:
+    from kvcached_patch.doctor import diagnose, text
+
     diagnosis = diagnose(live=live)
-    print(json.dumps(diagnosis.as_json(), indent=2) if as_json else _text(diagnosis))
+    print(json.dumps(diagnosis.as_json(), indent=2) if as_json else text(diagnosis))
     return 0 if diagnosis.active else 1
-
-
-def _text(diagnosis: Diagnosis) -> str:
-    marks = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
-    lines = [
-        f"{marks[f.state]}  {f.name:<15} {f.text.replace(chr(10), chr(10) + ' ' * 25)}"
-        for f in diagnosis.findings
-    ]
-    for seam in diagnosis.seams:
-        lines.append(f"{marks['ok' if seam['ok'] else 'problem']}  seam {seam['id']}")
-        lines.append(f"{'':9}target    {seam['target']} ({seam['process']})")
-        lines.append(f"{'':9}expected  {seam['expected']}")
-        lines.append(f"{'':9}found     {seam['found']}")
-    lines.append(f"active: {'yes' if diagnosis.active else 'no'}")
-    return "\n".join(lines)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
+from typing import TypeVar
 
 from kvcached_patch.core.retention import DEFAULT, Retention, parse_retention
+from kvcached_patch.core.sizes import parse_bytes
 from kvcached_patch.errors import ConfigError
+
+T = TypeVar("T")
 
 TOGGLE = "KVCACHED_PATCH"
 POOL = "KVCACHED_PATCH_POOL"
 RETAIN = "KVCACHED_PATCH_RETAIN"
-VARIABLES = (TOGGLE, POOL, RETAIN)
+LIMIT = "KVCACHED_PATCH_LIMIT"
+BUDGET = "KVCACHED_PATCH_BUDGET"
+VARIABLES = (TOGGLE, POOL, RETAIN, LIMIT, BUDGET)
 
 
 class Mode(Enum):
@@ -26,6 +34,7 @@ class Mode(Enum):
 
 _SWITCH = {"": Mode.OFF, "0": Mode.OFF, "off": Mode.OFF, "1": Mode.ON, "on": Mode.ON}
 POOL_KINDS = ("auto", "host", "static")
+SIZE_FORMS = ("a size such as 512MiB or 2GiB",)
 RETAIN_FORMS = ("all", "none", "a size such as 2GiB", "a duration such as 90s or 5min")
 
 
@@ -36,11 +45,14 @@ class Config:
     mode: the toggle.
     pool: where KV-cache storage comes from; ``auto`` is ``host`` on a CPU, else ``static``.
     retain: how long cached blocks that nobody uses keep their memory.
+    limit: bytes this engine may commit. budget: bytes all engines may commit; None: as it is.
     """
 
     mode: Mode = Mode.OFF
     pool: str = "auto"
     retain: Retention = DEFAULT
+    limit: int | None = None
+    budget: int | None = None
 
 
 def parse_switch(name: str, value: str, *, auto: bool = False) -> Mode:
@@ -72,13 +84,21 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
     pool = env.get(POOL, "").strip().lower() or "auto"
     if pool not in POOL_KINDS:
         raise ConfigError(_expected(POOL, env[POOL], POOL_KINDS))
-    retain = DEFAULT
-    if text := env.get(RETAIN, "").strip():
-        try:
-            retain = parse_retention(text)
-        except ConfigError as error:
-            raise ConfigError(_expected(RETAIN, env[RETAIN], RETAIN_FORMS)) from error
-    return Config(mode=mode, pool=pool, retain=retain)
+    return Config(
+        mode=mode,
+        pool=pool,
+        retain=_parsed(env, RETAIN, parse_retention, RETAIN_FORMS) or DEFAULT,
+        limit=_parsed(env, LIMIT, _positive_bytes, SIZE_FORMS),
+        budget=_parsed(env, BUDGET, _positive_bytes, SIZE_FORMS),
+    )
+
+
+def ledger_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """Where the ledgers of this user are."""
+    from kvcached_patch.ledger import default_dir
+
+    env = os.environ if environ is None else environ
+    return default_dir(env.get("XDG_RUNTIME_DIR"), Path(tempfile.gettempdir()), os.getuid())
 
 
 def raw(name: str, environ: Mapping[str, str] | None = None) -> str | None:
@@ -90,3 +110,23 @@ def _expected(
     name: str, value: str, allowed: tuple[str, ...] | list[str], what: str = "bad value"
 ) -> str:
     return f"{name}={value!r}: {what}; expected one of: {', '.join(allowed)}"
+
+
+def _parsed(
+    env: Mapping[str, str], name: str, parse: Callable[[str], T], forms: tuple[str, ...]
+) -> T | None:
+    """A variable's value; None if it is unset or empty."""
+    text = env.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        return parse(text)
+    except ConfigError as error:
+        raise ConfigError(_expected(name, env[name], forms)) from error
+
+
+def _positive_bytes(text: str) -> int:
+    nbytes = parse_bytes(text)
+    if not nbytes:
+        raise ConfigError("0 bytes")
+    return nbytes

@@ -209,3 +209,19 @@ def _runner(version: Version, triton: bool) -> str:
     if not triton:
         return "V1 (this vLLM has no Triton, which V2 needs)"
     return "V2; V1 for what V2 does not support"
+
+
+def text(diagnosis: Diagnosis) -> str:
+    """The report for people."""
+    marks = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
+    lines = [
+        f"{marks[f.state]}  {f.name:<15} {f.text.replace(chr(10), chr(10) + ' ' * 25)}"
+        for f in diagnosis.findings
+    ]
+    for seam in diagnosis.seams:
+        lines.append(f"{marks['ok' if seam['ok'] else 'problem']}  seam {seam['id']}")
+        lines.append(f"{'':9}target    {seam['target']} ({seam['process']})")
+        lines.append(f"{'':9}expected  {seam['expected']}")
+        lines.append(f"{'':9}found     {seam['found']}")
+    lines.append(f"active: {'yes' if diagnosis.active else 'no'}")
+    return "\n".join(lines)

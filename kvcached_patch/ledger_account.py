@@ -117,7 +117,8 @@ class Account:
         """Bytes that this engine may hold now; it should give back what it holds beyond.
 
         None if nothing bounds it; the smaller of limit and budget while the budget covers what all
-        engines hold plus want; a max-min fair share when it does not.
+        engines hold plus want; a max-min fair share when it does not. That is never more than this
+        engine holds plus wants: one that is to grow then has to say so with `want` first.
         """
         with self._open() as table:
             self._find(table)

@@ -112,6 +112,11 @@ class PageAwareQueue(_LinkedQueue):
         return len(self._slabs) - len(self._vacant)
 
     @property
+    def empty(self) -> int:
+        """Number of committed slabs without a used or kept block."""
+        return len(self._by_fill[0])
+
+    @property
     def admissible(self) -> int:
         """Free blocks that can be had within the room."""
         if self.room is None or self.room >= len(self._vacant):

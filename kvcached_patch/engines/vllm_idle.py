@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -39,20 +40,27 @@ class IdleWatch:
         self._look.set()
 
     def _run(self) -> None:
-        while self._core() is not None:
+        while True:
             self._look.wait()
             self._look.clear()
-            while (due := self.due) is not None:
-                if (left := due - time.monotonic()) > 0:
-                    self._look.wait(min(left, 60.0))
+            core = self._core()
+            if core is None:
+                return
+            del core
+            while (due := self._next()) > time.monotonic():
+                if self._look.wait(min(due - time.monotonic(), TICK_SECONDS)):
                     self._look.clear()
-                    continue
-                core = self._core()
-                if core is None:
-                    return
-                self.due = None
-                core.input_queue.put_nowait((self._wakeup, None))
-                del core
+            core = self._core()
+            if core is None:
+                return
+            core.input_queue.put_nowait((self._wakeup, None))
+            del core
+
+    def _next(self) -> float:
+        """When to wake EngineCore: now if the ledger has changed."""
+        if self._core() is None or self.elastic.budget.changed:
+            return 0.0
+        return math.inf if self.due is None else self.due
 
 
 _watches: WeakKeyDictionary[Any, IdleWatch] = WeakKeyDictionary()
@@ -77,6 +85,7 @@ def handle_client_request(
     if watch is not None and args[0] == watch._wakeup and not core.has_work():
         plan = watch.elastic.plan()
         core.model_executor.collective_rpc(apply_idle_plan, args=(plan,))
+        watch.elastic.applied()
         watch.arm()
     return result
 

@@ -10,10 +10,13 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from kvcached_patch.config import (
+    BUDGET,
+    LIMIT,
     POOL,
     POOL_KINDS,
     RETAIN,
     RETAIN_FORMS,
+    SIZE_FORMS,
     TOGGLE,
     VARIABLES,
     Config,
@@ -37,6 +40,8 @@ BAD = {
         RETAIN_FORMS,
         ["1GB", "-1", "60sec", "1d", "all,none", "s", "nan s", "1e3", "60 s 5", "auto", "²s"],
     ),
+    LIMIT: (SIZE_FORMS, ["0", "0B", "1GB", "-1", "none", "60s", "2 GiB 1", "1e9"]),
+    BUDGET: (SIZE_FORMS, ["0", "0KiB", "1GB", "-1", "all", "60s", "GiB"]),
     POOL: (POOL_KINDS, ["1", "on", "hosts", "host,static", "ho st", "cuda", "ÄUTO", "'host'"]),
 }
 

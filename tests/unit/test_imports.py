@@ -18,7 +18,7 @@ OWN = {"kvcached_patch", "tomllib", *sys.stdlib_module_names}  # tomllib: from P
 ALLOWED = {
     "errors": "",
     "core": "errors",
-    "config": "core errors",
+    "config": "ledger core errors",
     "memory": "core errors torch",
     "pool": "memory core errors",
     "ledger": "ledger_account ledger_file system core errors",
@@ -29,7 +29,7 @@ ALLOWED = {
     "seams": "core errors packaging tomli",
     "seams.apply": "core errors seams packaging wrapt",
     "seams.check": "core errors seams packaging",
-    "_startup": "config seams core errors wrapt",
+    "_startup": "config seams ledger core errors wrapt",
     "engines": "pool ledger seams memory core config errors torch vllm",
     "jax": "core errors jax",
     "doctor": "_startup config seams errors packaging",

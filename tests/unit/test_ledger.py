@@ -11,7 +11,7 @@ import pytest
 from kvcached_patch.core.sizes import MOST_BYTES
 from kvcached_patch.errors import LedgerError
 from kvcached_patch.ledger import Ledger, default_dir, devices, ledger_path
-from kvcached_patch.ledger_file import SLOTS, Field, LedgerFile
+from kvcached_patch.ledger_file import SLOTS, UNUSED, Field, LedgerFile
 from tests.ledgers import Engine
 
 KIB, MIB, GIB, TIB = (1024**power for power in range(1, 5))
@@ -253,6 +253,21 @@ def test_a_process_with_a_dead_engines_pid_is_not_that_engine(ledger: Ledger) ->
             table.put(0, Field.PID, os.getpid())
         (record,) = ledger.engines()
         assert (record.name, record.pid, record.alive) == ("b", os.getpid(), False)
+
+
+def test_who_took_a_dead_engines_record_meanwhile_is_not_taken_for_dead(ledger: Ledger) -> None:
+    with Engine(ledger.path, "b", 90) as engine:
+        engine.ready().kill()
+        file = LedgerFile(ledger.path)
+        with file as table:
+            pass
+        with file as now:
+            now.put(0, Field.STATE, UNUSED)
+            now.put(0, Field.SEEN, 0)
+        account = ledger.join("a")
+        assert account.reserve(5)
+        assert file.reap(table)
+        assert [(each.name, each.alive) for each in ledger.engines()] == [("a", True)]
 
 
 # Places

@@ -1,0 +1,196 @@
+"""vLLM's real schedulers, driven as EngineCore drives them, with a worker but without a model."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.config import KVEventsConfig, VllmConfig
+from vllm.distributed.kv_events import NullEventPublisher
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvcached_patch.engines.vllm_scheduler import Geometry, agree, elastic_of
+from tests.bare import model_dir
+from tests.slots import SLOT_BYTES, Setup, Text, Worker
+
+STEP_SECONDS = 0.02
+
+
+class Clock:
+    """Stands in for the ``time`` module where the scheduler's side reads it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def vllm_config(setup: Setup) -> VllmConfig:
+    """A real config of a tiny model; what the CPU platform would refuse is set afterwards."""
+    config = EngineArgs(
+        model=model_dir("llama"),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=setup.model_tokens,
+        max_num_batched_tokens=setup.step_tokens,
+        max_num_seqs=setup.requests,
+        enable_prefix_caching=setup.caching,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+    ).create_engine_config()
+    config.cache_config.block_size = setup.block_tokens
+    config.cache_config.num_gpu_blocks = setup.blocks
+    config.scheduler_config.async_scheduling = setup.asynchronous
+    if not setup.asynchronous:
+        config.parallel_config.pipeline_parallel_size = setup.depth
+    return config
+
+
+def kv_cache_config(setup: Setup) -> KVCacheConfig:
+    """Full attention and, if there is a window, a group of sliding-window attention."""
+    size: dict[str, Any] = {
+        "block_size": setup.block_tokens,
+        "num_kv_heads": 1,
+        "head_size": 1,
+        "dtype": torch.float32,
+    }
+    groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(**size))]
+    if setup.window is not None:
+        spec = SlidingWindowSpec(**size, sliding_window=setup.window)
+        groups.append(KVCacheGroupSpec(["sliding"], spec))
+    return KVCacheConfig(setup.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def make_scheduler(setup: Setup) -> Scheduler:
+    """vLLM's scheduler; elastic if a geometry was agreed on before."""
+    config = vllm_config(setup)
+    return (AsyncScheduler if setup.asynchronous else Scheduler)(
+        vllm_config=config,
+        kv_cache_config=kv_cache_config(setup),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=setup.block_tokens,
+    )
+
+
+class _Events(NullEventPublisher):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def publish(self, events: Any) -> None:
+        self.seen += events.events
+
+
+class Engine:
+    """EngineCore's loop (``step`` and ``step_with_batch_queue``) around a scheduler and a worker.
+
+    The worker runs a step at the latest when the loop waits for it; with a seed, often earlier.
+    """
+
+    def __init__(
+        self, setup: Setup, clock: Clock, *, elastic: bool = True, seed: int | None = None
+    ) -> None:
+        self.setup, self.clock = setup, clock
+        block_bytes = setup.block_tokens * SLOT_BYTES
+        agree(Geometry(setup.slab_blocks, block_bytes) if elastic else None)
+        self.scheduler = make_scheduler(setup)
+        self.elastic = elastic_of(self.scheduler)
+        assert (self.elastic is not None) is elastic
+        self.worker = Worker(setup, elastic=elastic)
+        self.events = self.scheduler.kv_event_publisher = _Events()
+        self.requests: dict[str, Request] = {}
+        self.trace: list[dict[str, int]] = []  # scheduled tokens of each step
+        self.outputs: list[Any] = []
+        self._flight: deque[list[Any]] = deque()  # [output, result or None]
+        self._early = None if seed is None else random.Random(seed)
+
+    def add(self, prompt: Sequence[int], tokens: int) -> str:
+        name = f"r{len(self.requests)}"
+        init_none_hash(sha256)
+        request = Request(
+            request_id=name,
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(max_tokens=tokens, ignore_eos=True),
+            pooling_params=None,
+            block_hasher=get_request_block_hasher(self.setup.block_tokens, sha256),
+        )
+        self.requests[name] = request
+        self.scheduler.add_request(request)
+        return name
+
+    def abort(self, *names: str) -> None:
+        self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> bool:
+        """One turn of the loop; False if there was nothing to do."""
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self.clock.now += STEP_SECONDS
+            self.trace.append(dict(output.num_scheduled_tokens))
+            self._flight.append([output, None])
+            if self._early and self._early.random() < 0.5:
+                self._work(self._early.randrange(len(self._flight)))
+            if len(self._flight) < self.setup.depth and self.scheduler.has_requests():
+                return True
+        elif not self._flight:
+            return False
+        self._work(0)
+        self.scheduler.update_from_output(*self._flight.popleft())
+        return True
+
+    def drain(self, most: int = 2000) -> None:
+        """Step until there is nothing to do."""
+        for _ in range(most):
+            if not self.step():
+                return
+        raise AssertionError(f"not idle after {most} steps: {self.unfinished()}")
+
+    def quiet(self, seconds: float) -> None:
+        """No request comes for so long: plans are made when they are due."""
+        assert not self._flight
+        end = self.clock.now + seconds
+        for _ in range(100):
+            due = self.elastic.due() if self.elastic else None
+            if due is None or due > end:
+                break
+            self.clock.now = max(due, self.clock.now)
+            self.worker.apply(self.elastic.plan(idle=True), idle=True)
+        else:
+            raise AssertionError("plans that change nothing are due again and again")
+        self.clock.now = end
+
+    def unfinished(self) -> list[str]:
+        return [name for name, request in self.requests.items() if not request.is_finished()]
+
+    def check_answers(self) -> None:
+        """Every request is finished, with what follows its prompt unless it was aborted."""
+        assert not self.unfinished()
+        for name, request in self.requests.items():
+            length, outputs = request.num_prompt_tokens, list(request.output_token_ids)
+            wanted = Text(request.prompt_token_ids).tokens(length, length + request.max_tokens)
+            if request.status == RequestStatus.FINISHED_ABORTED:
+                wanted = wanted[: len(outputs)]
+            assert outputs == wanted, name
+
+    def _work(self, last: int) -> None:
+        for step in list(self._flight)[: last + 1]:
+            if step[1] is None:
+                step[1] = self.worker.run(step[0])
