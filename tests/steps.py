@@ -171,11 +171,17 @@ class Engine:
             due = self.elastic.due() if self.elastic else None
             if due is None or due > end:
                 break
-            self.clock.now = max(due, self.clock.now)
-            self.worker.apply(self.elastic.plan(idle=True), idle=True)
+            self.clock.now = max(due, self.clock.now) + 1e-6
+            self.plan_idle()
         else:
             raise AssertionError("plans that change nothing are due again and again")
         self.clock.now = end
+
+    def plan_idle(self) -> None:
+        """What EngineCore does when it is woken while quiet."""
+        assert self.elastic is not None
+        self.worker.apply(self.elastic.plan(), idle=True)
+        self.elastic.applied()
 
     def unfinished(self) -> list[str]:
         return [name for name, request in self.requests.items() if not request.is_finished()]

@@ -33,7 +33,7 @@ ALLOWED = {
     "engines": "pool ledger seams memory core config errors torch vllm",
     "jax": "core errors jax",
     "doctor": "_startup config seams errors packaging",
-    "cli": "doctor pool ledger seams memory core config errors",
+    "cli": "doctor cli_ledger ledger config errors",
     "__main__": "cli",
 }
 
@@ -133,7 +133,7 @@ FRESH = {
     "seams.check": "packaging",
     "seams.apply": "packaging wrapt",
     "doctor": "packaging",
-    "cli": "packaging",
+    "cli": "",
 }
 
 
