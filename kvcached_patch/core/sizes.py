@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 
 from kvcached_patch.errors import ConfigError
 
@@ -22,7 +21,8 @@ def parse_bytes(text: str) -> int:
     unit = found[2] if found else None
     if found and (unit or "." not in found[1]):
         power = " kmgt".index(unit.lower()) if unit else 0
-        nbytes = int(Fraction(found[1]) * 1024**power)
+        whole, _, fraction = found[1].partition(".")
+        nbytes = int(whole + fraction) * 1024**power // 10 ** len(fraction)
         if nbytes <= MOST_BYTES:
             return nbytes
     raise ConfigError(

@@ -8,6 +8,16 @@ import pytest
 
 from tests.parity import Run, assert_same, run
 
+# vLLM imports every plugin's entry point; switched off, ours goes no further than its settings.
+OFF_MODULES = {
+    "kvcached_patch",
+    "kvcached_patch._startup",
+    "kvcached_patch.config",
+    "kvcached_patch.core",
+    "kvcached_patch.core.retention",
+    "kvcached_patch.core.sizes",
+    "kvcached_patch.errors",
+}
 STATE = "tests.engine.probes:state"
 CHUNKED = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "enable_chunked_prefill": True}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,7 +63,7 @@ def test_tokens_and_logprobs_are_the_same(case: str, stock: dict[str, Run]) -> N
     assert unpatched.active_lines() == []
     for state in (unpatched.result["probes"][STATE][0], unpatched.result["front_probes"][STATE]):
         assert set(state["types"].values()) == {"builtins.function"}
-        assert [name for name in state["modules"] if name.startswith("kvcached_patch")] == []
+        assert {name for name in state["modules"] if "kvcached_patch" in name} <= OFF_MODULES
 
 
 def seams_complete(line: str) -> bool:

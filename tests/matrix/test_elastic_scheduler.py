@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvcached_patch.engines import vllm_scheduler
 from tests.bare import stock
 from tests.slots import SLOT_BYTES, Setup
-from tests.steps import Clock, Engine
+from tests.steps import Engine, Make, assert_drained, committed, engine_apart, prompt
 
 KINDS = {
     "one batch at a time": Setup(),
@@ -22,51 +20,15 @@ KINDS = {
     "async, 2 in flight": Setup(asynchronous=True, depth=2),
     "async, 3 in flight": Setup(asynchronous=True, depth=3),
 }
-LAGGING = "async, 3 in flight"
 PAGE_ALIGNED = {"slab_blocks": 4, "page_bytes": 4 * 4 * SLOT_BYTES}
-Make = Callable[..., Engine]
+
+
+SETUPS = pytest.mark.parametrize("setup", KINDS.values(), ids=KINDS)
 
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
-    """Make an elastic engine whose time is its steps'."""
-
-    def engine(setup: Setup, retain: str = "none", **more: Any) -> Engine:
-        monkeypatch.setenv("KVCACHED_PATCH_RETAIN", retain)
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-        clock = Clock()
-        monkeypatch.setattr(vllm_scheduler, "time", clock)
-        return Engine(setup, clock, **more)
-
-    return engine
-
-
-@pytest.fixture(params=KINDS)
-def setup(request: pytest.FixtureRequest) -> Setup:
-    return KINDS[request.param]
-
-
-def prompt(rng: random.Random, length: int) -> list[int]:
-    return [rng.randrange(3, 500) for _ in range(length)]
-
-
-def committed(engine: Engine) -> int:
-    """Pages that the worker holds."""
-    return int(engine.worker.memory.committed.sum())
-
-
-def pages_of_slabs(setup: Setup, slabs: int) -> int:
-    """Pages that the first slabs take."""
-    return -(-slabs * setup.slab_blocks * setup.block_tokens * SLOT_BYTES // setup.page_bytes)
-
-
-def assert_drained(engine: Engine) -> None:
-    """Nothing is committed but the null block's slab."""
-    engine.quiet(1.0)
-    assert committed(engine) == pages_of_slabs(engine.setup, 1)
-    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == (
-        engine.setup.blocks - 1
-    )
+    return partial(engine_apart, monkeypatch, tmp_path)
 
 
 def random_load(engine: Engine, seed: int, requests: int = 40, aborts: bool = True) -> None:
@@ -91,6 +53,7 @@ def random_load(engine: Engine, seed: int, requests: int = 40, aborts: bool = Tr
     engine.drain()
 
 
+@SETUPS
 def test_bursts_fill_and_drain_the_pool(make: Make, setup: Setup) -> None:
     engine = make(setup)
     for burst in range(3):
@@ -105,6 +68,7 @@ def test_bursts_fill_and_drain_the_pool(make: Make, setup: Setup) -> None:
     engine.check_answers()
 
 
+@SETUPS
 @pytest.mark.parametrize("retain", ["none", "all", "640", "2s"])
 @pytest.mark.parametrize("window", [None, 9])
 def test_no_step_meets_a_page_too_early_or_too_late(
@@ -119,3 +83,93 @@ def test_no_step_meets_a_page_too_early_or_too_late(
         if retain in ("none", "2s"):
             engine.quiet(10.0)
             assert_drained(engine)
+
+
+@SETUPS
+@pytest.mark.parametrize("window", [None, 9])
+def test_retaining_all_schedules_hits_and_tells_the_same_as_stock(
+    make: Make, setup: Setup, window: int | None
+) -> None:
+    """Also with preemptions: tokens of each step, cache hits, KV events with their hashes."""
+
+    def run(elastic: bool) -> Engine:
+        small = replace(setup, blocks=61 if window is None else 100, window=window)
+        engine = make(small, "all", elastic=elastic, seed=3)
+        for round_ in range(2):
+            random_load(engine, seed=5, requests=30 * (round_ + 1))
+            assert engine.scheduler.reset_prefix_cache()
+        assert sum(request.num_preemptions for request in engine.requests.values())
+        return engine
+
+    patched = run(elastic=True)
+    with stock():
+        plain = run(elastic=False)
+    assert patched.trace == plain.trace
+    assert patched.worker.hits == plain.worker.hits > 100
+    kinds = {type(event).__name__ for event in plain.events.seen}
+    assert kinds == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
+    assert patched.events.seen == plain.events.seen
+
+
+@SETUPS
+def test_retaining_none_schedules_the_same_as_stock_without_repetitions(
+    make: Make, setup: Setup
+) -> None:
+    def run(elastic: bool) -> Engine:
+        engine = make(replace(setup, blocks=500), "none", elastic=elastic)
+        rng = random.Random(1)
+        for _ in range(30):
+            engine.add(prompt(rng, rng.randrange(5, 60)), rng.randrange(1, 40))
+            for _ in range(rng.randrange(12)):
+                engine.step()
+        engine.drain()
+        return engine
+
+    patched = run(elastic=True)
+    with stock():
+        plain = run(elastic=False)
+    assert patched.trace == plain.trace
+
+
+@SETUPS
+def test_prefixes_in_use_are_hit_also_when_nothing_is_retained(make: Make, setup: Setup) -> None:
+    engine = make(setup, "none")
+    start = prompt(random.Random(2), 40)
+    engine.add(start, 20)
+    for _ in range(4):
+        engine.step()
+    engine.add([*start, 8, 9], 5)
+    engine.drain()
+    assert engine.worker.hits == 40
+    engine.quiet(1.0)
+    engine.add([*start, 8, 9], 5)
+    engine.drain()
+    assert engine.worker.hits == 40
+    engine.check_answers()
+
+
+@SETUPS
+def test_preempted_requests_end_well(make: Make, setup: Setup) -> None:
+    engine = make(replace(setup, blocks=28))
+    rng = random.Random(4)
+    for _ in range(8):
+        engine.add(prompt(rng, 24), 40)
+    engine.drain()
+    assert sum(request.num_preemptions for request in engine.requests.values()) > 3
+    engine.check_answers()
+    assert_drained(engine)
+
+
+@SETUPS
+def test_abort_in_mid_flight(make: Make, setup: Setup) -> None:
+    for aborted in (2, 6):
+        engine = make(setup)
+        rng = random.Random(6)
+        names = [engine.add(prompt(rng, 25), 20) for _ in range(6)]
+        for _ in range(7):
+            engine.step()
+        assert engine.in_flight == setup.depth - 1
+        engine.abort(*names[:aborted])
+        engine.drain()
+        engine.check_answers()
+        assert_drained(engine)
