@@ -196,7 +196,12 @@ def _live(result: Diagnosis, verdict: Verdict) -> None:
     pool = config.load().pool
     if pool == "auto":
         pool = "host" if found["device"] == "cpu" else "static"
-    result.add("pool", f"{pool} memory for device {found['device']}")
+    wrong = pool == "host" and found["device"] != "cpu"
+    result.add(
+        "pool",
+        f"{pool} memory for device {found['device']}" + (": expected auto or static" * wrong),
+        "problem" if wrong else "ok",
+    )
 
 
 def _runner(version: Version, triton: bool) -> str:

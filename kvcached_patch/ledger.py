@@ -78,17 +78,23 @@ class Ledger:
         self.path = path
 
     def join(
-        self, name: str, *, model: str = "", reserved: int = 0, limit: int | None = None
+        self,
+        name: str,
+        *,
+        model: str = "",
+        reserved: int = 0,
+        limit: int | None = None,
+        least: int = 0,
     ) -> Account:
         """Enter an engine of this process; a second ``a`` is called ``a-2``, and so on.
 
         `reserved`: bytes of its address range; `limit`: the most bytes it may commit, None for no
-        limit. Long names are cut. Raises LedgerError if live engines have all records, ValueError
-        for a bad size.
+        limit; `least`: what it may hold whatever the limit. Long names are cut. Raises LedgerError
+        if live engines have all records, ValueError for a bad size.
         """
         file = LedgerFile(self.path)
         try:
-            return Account(file, name, model=model, reserved=reserved, limit=limit)
+            return Account(file, name, model=model, reserved=reserved, limit=limit, least=least)
         except BaseException:
             file.close()
             raise

@@ -23,6 +23,9 @@ from kvcached_patch.ledger_file import (
 )
 from kvcached_patch.system import alive, started
 
+# How long the same engine comes first where the budget is too small for all.
+TURN_S = 30
+
 
 class Account:
     """An engine's entry; belongs to the process that made it, whose threads may share it.
@@ -32,14 +35,24 @@ class Account:
     """
 
     def __init__(
-        self, file: LedgerFile, name: str, *, model: str, reserved: int, limit: int | None
+        self,
+        file: LedgerFile,
+        name: str,
+        *,
+        model: str,
+        reserved: int,
+        limit: int | None,
+        least: int = 0,
     ) -> None:
         """Enter the engine under `name`, or `name` with a number if that is taken.
+
+        least: what it may always hold, whatever the limit, if the budget has it.
 
         Raises LedgerError if live engines have all records, ValueError for a bad size.
         """
         self._file = file
         self._closed = False
+        self._least = least
         self._pid = os.getpid()
         self._slot = 0
         start = started(self._pid)
@@ -94,6 +107,23 @@ class Account:
                     f" {self.committed} that it holds"
                 )
             self._put(table, Field.COMMITTED, self.committed - nbytes)
+
+    def hold(self, nbytes: int) -> None:
+        """Hold `nbytes` more, whatever limit and budget say: they are committed already."""
+        with self._open() as table:
+            self._find(table)
+            self._put(table, Field.COMMITTED, self.committed + checked(nbytes))
+
+    def first_in_line(self) -> bool:
+        """Whether no other engine that wants memory comes before this one.
+
+        The line begins with another engine every `TURN_S` seconds.
+        """
+        with self._open() as table:
+            self._find(table)
+        start = int(time.monotonic() // TURN_S) % SLOTS
+        line = [i for i in table.live() if table.get(i, Field.WANTED) or i == self._slot]
+        return min(line, key=lambda slot: (slot - start) % SLOTS) == self._slot
 
     def headroom(self) -> int:
         """Bytes that `reserve` could get now; 2**63 - 1 with neither a limit nor a budget."""
@@ -228,7 +258,7 @@ class Account:
 
     def _own_room(self) -> int:
         limit = self._row[Field.LIMIT]
-        return max(limit - self.committed, 0) if limit else MOST_BYTES
+        return max(max(limit, self._least) - self.committed, 0) if limit else MOST_BYTES
 
     def _room(self, table: Table) -> int:
         room = self._own_room()

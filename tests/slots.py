@@ -130,10 +130,15 @@ class Worker:
 
     def apply(self, plan: Any, *, idle: bool) -> None:
         self._pool.apply(plan, idle=idle)
-        each = self._setup.slab_blocks * self._setup.block_tokens
+        each = self._setup.slab_blocks
         for slab in plan.release:
-            slots = np.arange(slab * each, min((slab + 1) * each, len(self.memory.slots)))
-            assert idle or self.memory.has(slots), "given back before the step has run"
+            blocks = range(slab * each, min((slab + 1) * each, self._setup.blocks))
+            assert idle or self.holds(blocks), "given back before the step has run"
+
+    def holds(self, blocks: Sequence[int]) -> bool:
+        """Whether these blocks are in committed pages."""
+        each = self._setup.block_tokens
+        return all(self.memory.has(np.arange(b * each, (b + 1) * each)) for b in blocks)
 
     def _noticed(self, output: Any) -> dict[str, tuple[int, int, int]]:
         """Per scheduled request: tokens computed before and after the step, tokens known."""

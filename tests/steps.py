@@ -103,6 +103,7 @@ def geometry(setup: Setup) -> Geometry:
         slab_blocks=setup.slab_blocks,
         block_bytes=setup.block_tokens * SLOT_BYTES,
         least_slabs=1 + -(-most_blocks // setup.slab_blocks),
+        in_flight=setup.depth + 1,
     )
 
 
@@ -198,7 +199,7 @@ class Engine:
     def plan_idle(self) -> None:
         """What EngineCore does when it is woken while quiet."""
         assert self.elastic is not None
-        self.worker.apply(self.elastic.plan(), idle=True)
+        self.worker.apply(self.elastic.plan(quiet=True), idle=True)
         self.elastic.applied()
 
     def unfinished(self) -> list[str]:
@@ -261,3 +262,32 @@ def assert_drained(engine: Engine) -> None:
     slab_bytes = setup.slab_blocks * setup.block_tokens * SLOT_BYTES
     assert committed(engine) == -(-slab_bytes // setup.page_bytes)
     assert pool_of(engine).get_num_free_blocks() == setup.blocks - 1
+
+
+def random_load(
+    engine: Engine,
+    seed: int,
+    requests: int = 40,
+    between: Callable[[random.Random], None] | None = None,
+) -> None:
+    """Requests that come and go; many share a beginning, some go on where another ended."""
+    rng = random.Random(seed)
+    starts = [prompt(rng, 30) for _ in range(3)]
+    while len(engine.requests) < requests or engine.unfinished():
+        if len(engine.requests) < requests and rng.random() < 0.4:
+            for _ in range(rng.choice([1, 1, 2, 6])):
+                start = rng.choice(starts)[: rng.randrange(31)]
+                engine.add(start + prompt(rng, rng.randrange(1, 40)), rng.randrange(1, 40))
+            ended = [r for r in engine.requests.values() if r.is_finished()]
+            if ended and rng.random() < 0.5:
+                earlier = rng.choice(ended)
+                engine.add([*earlier.all_token_ids, 7, 8][-90:], rng.randrange(1, 20))
+        if rng.random() < 0.05 and engine.unfinished():
+            engine.abort(rng.choice(engine.unfinished()))
+        if between:
+            between(rng)
+        if not engine.step():
+            engine.quiet(rng.choice([0.1, 0.5, 3.0]))
+        elif rng.random() < 0.05:
+            engine.clock.now += rng.choice([0.3, 3.0])
+    engine.drain()

@@ -118,10 +118,14 @@ class PageAwareQueue(_LinkedQueue):
 
     @property
     def admissible(self) -> int:
-        """Free blocks that can be had within the room."""
+        """Free blocks that can be had within the room; a negative room takes from the others."""
         if self.room is None or self.room >= len(self._vacant):
             return self.num_free_blocks
-        out_of_reach = (len(self._vacant) - max(self.room, 0)) * self.slab_blocks
+        out_of_reach = (len(self._vacant) - self.room) * self.slab_blocks
+        last = self._slabs[-1]
+        if last.filed < 0 and len(last) == last.size:  # vacant
+            # Vacant slabs are taken lowest first, so a short last slab is always out of reach.
+            out_of_reach -= self.slab_blocks - last.size
         return max(self.num_free_blocks - out_of_reach, 0)
 
     def popleft(self) -> Any:

@@ -22,7 +22,7 @@ def parse_bytes(text: str) -> int:
     if found and (unit or "." not in found[1]):
         power = " kmgt".index(unit.lower()) if unit else 0
         whole, _, fraction = found[1].partition(".")
-        nbytes = int(whole + fraction) * 1024**power // 10 ** len(fraction)
+        nbytes = int(int(whole + fraction) * 1024**power // 10 ** len(fraction))
         if nbytes <= MOST_BYTES:
             return nbytes
     raise ConfigError(

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from kvcached_patch import config
 from kvcached_patch.core.sizes import format_bytes
+from kvcached_patch.errors import ConfigError
 from kvcached_patch.ledger import Account, Ledger, LedgerError, ledger_path
 
 T = TypeVar("T")
@@ -24,12 +25,14 @@ class Geometry:
     """What the workers agreed on.
 
     block_bytes: of one block, in all their pools together. least_slabs: what one request of the
-    greatest length needs. reserved_bytes: of all their ranges.
+    greatest length needs. in_flight: batches that may be on their way at once. reserved_bytes: of
+    all their ranges.
     """
 
     slab_blocks: int
     block_bytes: int
     least_slabs: int = 1
+    in_flight: int = 1
     reserved_bytes: int = 0
     model: str = ""
 
@@ -53,7 +56,7 @@ class Budget:
         self._slab_bytes = geometry.slab_bytes
         self._least = geometry.least_slabs
         self._generation = -2
-        self._share: int | None = None
+        self.fair: int | None = None  # slabs, as the ledger has it
         self._faulty = False
         self.held = 0
 
@@ -63,15 +66,22 @@ class Budget:
         return self._ask(lambda account: account.generation, self._generation) != self._generation
 
     def share(self) -> int | None:
-        """Slabs that may be held now; None if nothing bounds them.
+        """Slabs that may be in use now; None if nothing bounds them.
 
-        Never fewer than one request of the greatest length needs, which else would wait for ever.
+        Never fewer than one request of the greatest length needs, which else would wait for ever;
+        `fair` is the share without that.
         """
         if self.changed:
             self._generation = self._ask(lambda account: account.generation, self._generation)
             share = self._ask(lambda account: account.share(), None)
-            self._share = None if share is None else max(share // self._slab_bytes, self._least)
-        return self._share
+            self.fair = None if share is None else share // self._slab_bytes
+        return None if self.fair is None else max(self.fair, self._least)
+
+    @property
+    def must_yield(self) -> bool:
+        """Whether the budget is too small for all that want, and others come first."""
+        short = self.fair is not None and self.fair < self._least
+        return short and not self._ask(lambda account: account.first_in_line(), True)
 
     def reserve(self, slabs: int) -> bool:
         """Hold more slabs, if limit and budget allow."""
@@ -80,6 +90,12 @@ class Budget:
             return False
         self.held += slabs
         return True
+
+    def hold(self, slabs: int) -> None:
+        """Count slabs that are committed already, whatever limit and budget say."""
+        self.held += slabs
+        held = self.held * self._slab_bytes
+        self._ask(lambda account: account.hold(max(held - account.committed, 0)), None)
 
     def release(self, slabs: int) -> None:
         """Hold fewer slabs."""
@@ -94,6 +110,11 @@ class Budget:
     def publish(self, *, cached: int, free: int) -> None:
         """Publish statistics in bytes, with a heartbeat."""
         self._ask(lambda account: account.publish(cached=cached, free=free), None)
+
+    def close(self) -> None:
+        """Leave the ledger."""
+        self._ask(lambda account: account.close(), None)
+        self._account = None
 
     def _ask(self, question: Callable[[Account], T], otherwise: T) -> T:
         if self._account is None:
@@ -112,23 +133,47 @@ class Budget:
 def join(geometry: Geometry) -> Budget:
     """Enter this engine in the ledger of host memory, by the last part of its model's name.
 
-    Raises LedgerError if the ledger cannot be used though a limit or a budget was asked for.
+    Raises LedgerError if the ledger cannot be used though a limit or a budget was asked for,
+    ConfigError if the memory allowed cannot hold one request of the greatest length: such a
+    request would wait for ever.
     """
     settings = config.load()
-    name = Path(geometry.model).name or "engine"
+    asked = settings.limit is not None or settings.budget is not None
+    least = geometry.least_slabs * geometry.slab_bytes
+    _check(f"{config.LIMIT}={config.raw(config.LIMIT)!r}", settings.limit, least)
+    _check(f"{config.BUDGET}={config.raw(config.BUDGET)!r}", settings.budget, least)
     try:
         ledger = Ledger(ledger_path(config.ledger_dir(), "host"))
         if settings.budget is not None:
             _set_budget(ledger, settings.budget)
+        total = ledger.total
         account = ledger.join(
-            name, model=geometry.model, reserved=geometry.reserved_bytes, limit=settings.limit
+            Path(geometry.model).name or "engine",
+            model=geometry.model,
+            reserved=geometry.reserved_bytes,
+            limit=settings.limit,
+            least=least,
         )
     except LedgerError as error:
-        if settings.limit is not None or settings.budget is not None:
+        if asked:
             raise
         logger.warning("kvcached-patch: running without the shared ledger: %s", error)
         return Budget(None, geometry)
-    return Budget(account, geometry)
+    budget = Budget(account, geometry)
+    try:
+        _check("the budget in force (`kvcached-patch limit --total`)", total, least)
+    except ConfigError:
+        budget.close()
+        raise
+    return budget
+
+
+def _check(what: str, nbytes: int | None, least: int) -> None:
+    if nbytes is not None and nbytes < least:
+        raise ConfigError(
+            f"{what}: {format_bytes(nbytes)} is too small for one request of max_model_len; "
+            f"expected at least {least} bytes ({format_bytes(least)}), or a lower max_model_len"
+        )
 
 
 def _set_budget(ledger: Ledger, nbytes: int) -> None:

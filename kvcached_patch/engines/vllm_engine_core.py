@@ -10,11 +10,11 @@ from typing import Any
 
 from kvcached_patch import __version__, config
 from kvcached_patch.core.layers import plan_layers
-from kvcached_patch.core.sizes import format_bytes
 from kvcached_patch.engines.arguments import named
-from kvcached_patch.engines.vllm_scheduler import Geometry, agree
+from kvcached_patch.engines.budget import Geometry, join
+from kvcached_patch.engines.vllm_scheduler import agree
 from kvcached_patch.engines.vllm_worker import divide, report
-from kvcached_patch.errors import ConfigError, KvcachedPatchError, SeamMismatch
+from kvcached_patch.errors import ConfigError, SeamMismatch
 from kvcached_patch.seams.apply import tally
 
 # Slabs of a few blocks keep the queue's work per block small at little cost in empty pages.
@@ -29,26 +29,26 @@ def initialize_from_config(
     """``Executor.initialize_from_config``: afterwards ask each worker what it bound.
 
     Raises SeamMismatch if one is unpatched or counts other pools than the scheduler, ConfigError
-    for memory bounds that no request fits in, each after shutting the workers down: vLLM >= 0.24
-    waits without a time-out for workers that are still up when EngineCore fails
-    (unified-cache-management#1399).
+    for memory bounds that no request fits in. Whatever is raised here, the workers are shut down
+    first: vLLM >= 0.24 waits without a time-out for workers that are still up when EngineCore
+    fails (unified-cache-management#1399).
     """
     configs = named(wrapped, args, kwargs)["kv_cache_configs"]
     # In one process the worker may append sharing layers to these very objects.
     before = copy.deepcopy(configs)
     planned = [planned_pools(kv_cache_config) for kv_cache_config in before]
-    result = wrapped(*args, **kwargs)
-    reports = executor.collective_rpc(report)
-    problem = "; ".join(
-        f"worker {rank} {_problem(pools, found)}"
-        for rank, (pools, found) in enumerate(zip(planned, reports, strict=True))
-        if _problem(pools, found)
-    )
     try:
+        result = wrapped(*args, **kwargs)
+        reports = executor.collective_rpc(report)
+        problem = "; ".join(
+            f"worker {rank} {_problem(pools, found)}"
+            for rank, (pools, found) in enumerate(zip(planned, reports, strict=True))
+            if _problem(pools, found)
+        )
         if problem:
             raise SeamMismatch(f"the plan is not in force everywhere: {problem}")
         _divide(executor, before[0], reports)
-    except KvcachedPatchError:
+    except BaseException:
         executor.shutdown()
         raise
     if all(found["pid"] != os.getpid() for found in reports):
@@ -64,33 +64,34 @@ def initialize_from_config(
 
 
 def _divide(executor: Any, kv_cache_config: Any, reports: list[dict[str, Any]]) -> None:
-    """Agree on slabs that cover a page in every pool of every worker.
+    """Agree on slabs that cover a page in every pool of every worker, and enter the ledger.
 
-    Raises ConfigError if the memory allowed cannot hold one request of the greatest length: such
-    a request would wait for ever.
+    Raises ConfigError for bounds that cannot be kept.
     """
-    geometry = None
-    if all(found["min_slab_blocks"] for found in reports):
-        slab_blocks = max(LEAST_SLAB_BLOCKS, *(found["min_slab_blocks"] for found in reports))
-        blocks = _blocks_of_longest(executor.vllm_config, kv_cache_config, reports[0])
-        geometry = Geometry(
-            slab_blocks=slab_blocks,
-            block_bytes=sum(found["block_bytes"] for found in reports),
-            least_slabs=1 + -(-blocks // slab_blocks),
-            reserved_bytes=sum(found["reserved_bytes"] for found in reports),
-            model=str(executor.model_config.model),
-        )
-        least = geometry.least_slabs * geometry.slab_bytes
+    if not all(found["min_slab_blocks"] for found in reports):
         settings = config.load()
-        for name, value in ((config.LIMIT, settings.limit), (config.BUDGET, settings.budget)):
-            if value is not None and value < least:
-                raise ConfigError(
-                    f"{name}={config.raw(name)!r}: too small for one request of max_model_len "
-                    f"{executor.model_config.max_model_len}; expected at least {least} bytes "
-                    f"({format_bytes(least)}), or a lower max_model_len"
-                )
-        executor.collective_rpc(divide, args=(slab_blocks,))
-    agree(geometry)
+        if any(found["ranges"] for found in reports):
+            for name, value in ((config.LIMIT, settings.limit), (config.BUDGET, settings.budget)):
+                if value is not None:
+                    raise ConfigError(
+                        f"{name}={config.raw(name)!r}: this engine's memory "
+                        f"({reports[0]['pool']}) cannot be given back in parts; expected no bound"
+                    )
+        agree(None)
+        return
+    slab_blocks = max(LEAST_SLAB_BLOCKS, *(found["min_slab_blocks"] for found in reports))
+    blocks = _blocks_of_longest(executor.vllm_config, kv_cache_config, reports[0])
+    geometry = Geometry(
+        slab_blocks=slab_blocks,
+        block_bytes=sum(found["block_bytes"] for found in reports),
+        least_slabs=1 + -(-blocks // slab_blocks),
+        # vLLM keeps a batch for each pipeline stage in flight, and one more when asynchronous.
+        in_flight=executor.parallel_config.pipeline_parallel_size + 1,
+        reserved_bytes=sum(found["reserved_bytes"] for found in reports),
+        model=str(executor.model_config.model),
+    )
+    executor.collective_rpc(divide, args=(slab_blocks,))
+    agree(geometry, join(geometry))
 
 
 def _blocks_of_longest(vllm_config: Any, kv_cache_config: Any, found: dict[str, Any]) -> int:

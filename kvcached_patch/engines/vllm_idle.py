@@ -28,7 +28,7 @@ class IdleWatch:
     def __init__(self, core: Any, elastic: Elastic, wakeup: Any) -> None:
         """Watch `core`, an ``EngineCoreProc``, for as long as it exists."""
         self._core = ref(core)
-        self._wakeup = wakeup
+        self.wakeup = wakeup
         self.elastic = elastic
         self.due: float | None = None
         self._look = threading.Event()
@@ -53,7 +53,7 @@ class IdleWatch:
             core = self._core()
             if core is None:
                 return
-            core.input_queue.put_nowait((self._wakeup, None))
+            core.input_queue.put_nowait((self.wakeup, None))
             del core
 
     def _next(self) -> float:
@@ -82,11 +82,12 @@ def handle_client_request(
     """``EngineCoreProc._handle_client_request``: a WAKEUP while quiet carries out what is due."""
     result = wrapped(*args, **kwargs)
     watch = _watches.get(core)
-    if watch is not None and args[0] == watch._wakeup and not core.has_work():
-        plan = watch.elastic.plan()
-        core.model_executor.collective_rpc(apply_idle_plan, args=(plan,))
-        watch.elastic.applied()
-        watch.arm()
+    if watch is not None and not core.has_work():
+        if args[0] == watch.wakeup:
+            plan = watch.elastic.plan(quiet=True)
+            core.model_executor.collective_rpc(apply_idle_plan, args=(plan,))
+            watch.elastic.applied()
+        watch.arm()  # the request may have been to reset the prefix cache
     return result
 
 

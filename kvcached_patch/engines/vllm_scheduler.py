@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 from kvcached_patch import config
 from kvcached_patch.core.free_list import PageAwareQueue
@@ -34,44 +35,61 @@ class Elastic:
         queue.adopt(block_pool.blocks, geometry.slab_blocks, self._kept_of, time.monotonic)
         self.queue: PageAwareQueue = queue
         self.budget = budget
-        self._freed = 0  # slabs that the last plan released: their pages go with the next step
+        # Slabs that plans released which some worker may not have carried out yet, oldest first:
+        # a plan's releases are in force when the next one is applied (P2).
+        self._freed = deque([0] * geometry.in_flight)
         self._missed = False
         self._published = 0.0
         block_pool.get_num_free_blocks = self._free_blocks
         self._admitting = False
-        self._settle()
+        self._settle(spare=0)
 
-    def plan(self) -> Plan:
-        """Evict what has outlived its retention, obey limits, and say what changed."""
+    def begin(self) -> None:
+        """Before a step: take note of limits and demands that have changed."""
         self._notice_reset()
+        self._settle(spare=SPARE_SLABS)
+
+    def plan(self, *, quiet: bool = False) -> Plan:
+        """Evict what has outlived its retention, obey limits, and say what changed.
+
+        quiet: no step goes with the plan, and none is to be expected.
+        """
+        self._notice_reset()
+        if quiet:
+            self._sweep()
         self._evict()
-        share = self.budget.share()
-        over = share is not None and self.budget.held - self._freed > share
+        fair = self.budget.share() and self.budget.fair
+        yields = self._missed and self.budget.must_yield
+        over = fair is not None and (yields or self._backed > fair)
         if over:
-            self._shrink(share or 0)
+            self._shed(0 if yields else fair or 0)
         plan = self.queue.take_plan(0.0 if over else LINGER_SECONDS)
-        if self._freed:
-            self.budget.release(self._freed)
-        self._freed = len(plan.release)
+        self._freed.append(len(plan.release))
+        if freed := self._freed.popleft():
+            self.budget.release(freed)
         if not self._missed:
             self.budget.want(0)
+        self._settle(spare=0 if quiet or self._missed else SPARE_SLABS)
         self._missed = False
-        self._settle()
         return plan
 
     def applied(self) -> None:
-        """The last plan's releases are in force: their bytes are others' to take."""
-        if self._freed:
-            self.budget.release(self._freed)
-            self._freed = 0
+        """All releases are in force: their bytes are others' to take."""
+        if freed := sum(self._freed):
+            self.budget.release(freed)
+            self._freed = deque([0] * len(self._freed))
         self.publish()
 
     def due(self) -> float | None:
         """When a plan would next change something without a step, by time.monotonic()."""
+        reset = self._pool.cached_block_hash_to_block is not self._cache
+        if any(self._freed) or reset or self.budget.held > self._backed:
+            return self.queue.now
         times = []
         if (empty_since := self.queue.empty_since) is not None:
             times.append(empty_since + LINGER_SECONDS)
-        oldest = next((self.queue.kept_since[b.block_id] for b in self.queue.kept()), None)
+        evictable = (b.block_id for b in self.queue.kept() if b.block_id not in self._watched)
+        oldest = next((self.queue.kept_since[block_id] for block_id in evictable), None)
         if self._retain.seconds is not None and oldest is not None:
             times.append(oldest + self._retain.seconds)
         return min(times, default=None)
@@ -94,54 +112,6 @@ class Elastic:
                 return slots
             more *= 2
 
-    def _free_blocks(self) -> int:
-        """The count that vLLM means; in `allocate_slots`, less what may not be committed."""
-        return self.queue.admissible if self._admitting else self.queue.num_free_blocks
-
-    def _grow(self, slabs: int) -> bool:
-        room = self.queue.room
-        missing = self.queue.slabs - self.queue.committed - (room or 0)
-        if room is None or missing <= 0:
-            return False
-        for count in (min(slabs, missing), 1):
-            # Under shortage a share covers what is held and wanted: the wish comes first.
-            self.budget.want(count)
-            share = self.budget.share()
-            within = share is None or self.budget.held - self._freed + count <= share
-            if within and self.budget.reserve(count):
-                self.queue.room = room + count
-                return True
-        self._missed = True
-        self.budget.want(min(max(slabs, SPARE_SLABS), missing))
-        return False
-
-    def _settle(self) -> None:
-        """Bring room and ledger in line with what is committed."""
-        committed = self.queue.committed + self._freed
-        if self.budget.share() is None:
-            self.queue.room = None
-            if committed > self.budget.held and not self.budget.reserve(
-                committed - self.budget.held
-            ):
-                self.queue.room = 0
-        else:
-            if committed > self.budget.held:
-                self.budget.reserve(committed - self.budget.held)
-            self.queue.room = max(self.budget.held - committed, 0)
-        spare = self.budget.held - committed
-        keep = 0 if self.queue.room is None else SPARE_SLABS
-        if spare > keep:
-            self.budget.release(spare - keep)
-            if self.queue.room is not None:
-                self.queue.room = keep
-
-    def _shrink(self, share: int) -> None:
-        """Make slabs empty by evicting cached blocks, oldest first, until the share is met."""
-        for block in self.queue.kept():
-            if self.queue.committed - self.queue.empty <= share:
-                return
-            self._let_go(block)
-
     def publish(self) -> None:
         """Tell the ledger how it stands, not more often than people look."""
         now = time.monotonic()
@@ -151,6 +121,56 @@ class Elastic:
             self.budget.publish(
                 cached=len(self.queue.kept_since) * size, free=self.queue.num_free_blocks * size
             )
+
+    @property
+    def _backed(self) -> int:
+        """Slabs whose pages are there: committed, or released by a plan not yet in force."""
+        return self.queue.committed + sum(self._freed)
+
+    def _free_blocks(self) -> int:
+        """The count that vLLM means; in `allocate_slots`, less what may not be committed."""
+        return self.queue.admissible if self._admitting else self.queue.num_free_blocks
+
+    def _grow(self, slabs: int) -> bool:
+        room = self.queue.room
+        missing = self.queue.slabs - self.queue.committed - (room or 0)
+        if room is None or missing <= 0:
+            return False
+        if room < 0:  # over its share: others' memory would not help
+            self._missed = True
+            return False
+        for count in (min(slabs, missing), 1):
+            # Under shortage a share covers what is held and wanted: the wish comes first.
+            self.budget.want(count)
+            share = self.budget.share()
+            if share is not None and self._backed + room + count > share:
+                continue
+            if not self.budget.must_yield and self.budget.reserve(count):
+                self.queue.room = room + count
+                return True
+        self._missed = True
+        self.budget.want(min(max(slabs, SPARE_SLABS), missing))
+        return False
+
+    def _settle(self, spare: int) -> None:
+        """Bring room and ledger in line with what is committed.
+
+        spare: slabs reserved ahead that may stay so.
+        """
+        share, backed = self.budget.share(), self._backed
+        if backed > self.budget.held:
+            self.budget.hold(backed - self.budget.held)
+        keep = 0 if share is None else min(spare, max(share - backed, 0))
+        if self.budget.held - backed > keep:
+            self.budget.release(self.budget.held - backed - keep)
+        self.queue.room = None if share is None else min(self.budget.held - backed, share - backed)
+
+    def _shed(self, share: int) -> None:
+        """Make slabs empty by evicting cached blocks, oldest first, until the share is met."""
+        for block in self.queue.kept():
+            if self._backed - self.queue.empty <= share:
+                return
+            self._let_go(block)
 
     def _kept_of(self, blocks: list[Any]) -> list[Any]:
         extra = self._pool.cached_block_hashes_by_block
@@ -168,6 +188,10 @@ class Elastic:
         if cache is self._cache:
             return
         self._cache = cache
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Let go of kept blocks that lost their hash while free: `evict_blocks` tells nobody."""
         for block in self.queue.kept():
             if not self._kept_of([block]):
                 self.queue.let_go(block)
@@ -192,14 +216,17 @@ class Elastic:
             self.queue.let_go(block)
 
 
-_agreed: Geometry | None = None
+_agreed: tuple[Geometry, Budget] | None = None
 _elastic: WeakKeyDictionary[Any, Elastic] = WeakKeyDictionary()
 
 
-def agree(geometry: Geometry | None) -> None:
-    """Set the geometry for the scheduler that this process makes next."""
+def agree(geometry: Geometry | None, budget: Budget | None = None) -> None:
+    """Set the geometry for the scheduler that this process makes next; None: not elastic.
+
+    budget: entered in the ledger here if it is not given.
+    """
     global _agreed
-    _agreed = geometry
+    _agreed = (geometry, budget or join(geometry)) if geometry else None
 
 
 def elastic_of(scheduler: Any) -> Elastic | None:
@@ -213,10 +240,11 @@ def manage(
     """``KVCacheManager.__init__``, made only by the scheduler: afterwards, adopt its queue."""
     global _agreed
     wrapped(*args, **kwargs)
-    geometry, _agreed = _agreed, None
-    if geometry is not None:
-        budget = join(geometry)
+    agreed, _agreed = _agreed, None
+    if agreed is not None:
+        geometry, budget = agreed
         _elastic[manager] = Elastic(manager.block_pool, geometry, budget)
+        finalize(manager, budget.close)
 
 
 def allocate_slots(
@@ -232,8 +260,10 @@ def schedule(
     wrapped: Callable[..., Any], scheduler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """``Scheduler.schedule``: the plan travels as an attribute of the SchedulerOutput."""
-    output = wrapped(*args, **kwargs)
     elastic = _elastic.get(scheduler.kv_cache_manager)
+    if elastic is not None:
+        elastic.begin()
+    output = wrapped(*args, **kwargs)
     if elastic is not None:
         setattr(output, PLAN, elastic.plan())
         elastic.publish()

@@ -6,6 +6,8 @@ import importlib
 import sys
 from typing import Any
 
+import torch
+
 # The library's own names, apart from the manifest, so that a wrong manifest cannot hide here.
 PATCHED = {
     "vllm.v1.worker.gpu_worker": ["Worker.initialize_from_config"],
@@ -30,12 +32,8 @@ def state(worker: Any = None) -> dict[str, Any]:
 
 
 def scramble(worker: Any) -> str:
-    """Bind one sharing layer to a wrong layer's cache; returns its name."""
-    config = worker.vllm_config.compilation_config.static_forward_context
-    sharing = [
-        n for n, layer in config.items() if getattr(layer, "kv_sharing_target_layer_name", 0)
-    ]
-    targets = {config[n].kv_sharing_target_layer_name for n in sharing}
-    wrong = next(n for n in config if n not in sharing and n not in targets)
-    config[sharing[0]].kv_cache = config[wrong].kv_cache
-    return sharing[0]
+    """Give one sharing layer a cache of its own, as if it were not aliased; returns its name."""
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    name = next(n for n in layers if layers[n].kv_sharing_target_layer_name)
+    layers[name].kv_cache = torch.zeros_like(layers[name].kv_cache)
+    return name

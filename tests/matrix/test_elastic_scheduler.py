@@ -11,7 +11,15 @@ import pytest
 
 from tests.bare import stock
 from tests.slots import SLOT_BYTES, Setup
-from tests.steps import Engine, Make, assert_drained, committed, engine_apart, prompt
+from tests.steps import (
+    Engine,
+    Make,
+    assert_drained,
+    committed,
+    engine_apart,
+    prompt,
+    random_load,
+)
 
 KINDS = {
     "one batch at a time": Setup(),
@@ -21,36 +29,12 @@ KINDS = {
     "async, 3 in flight": Setup(asynchronous=True, depth=3),
 }
 PAGE_ALIGNED = {"slab_blocks": 4, "page_bytes": 4 * 4 * SLOT_BYTES}
-
-
 SETUPS = pytest.mark.parametrize("setup", KINDS.values(), ids=KINDS)
 
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
     return partial(engine_apart, monkeypatch, tmp_path)
-
-
-def random_load(engine: Engine, seed: int, requests: int = 40, aborts: bool = True) -> None:
-    """Requests that come and go; many share a beginning, some go on where another ended."""
-    rng = random.Random(seed)
-    starts = [prompt(rng, 30) for _ in range(3)]
-    while len(engine.requests) < requests or engine.unfinished():
-        if len(engine.requests) < requests and rng.random() < 0.4:
-            for _ in range(rng.choice([1, 1, 2, 6])):
-                start = rng.choice(starts)[: rng.randrange(31)]
-                engine.add(start + prompt(rng, rng.randrange(1, 40)), rng.randrange(1, 40))
-            ended = [r for r in engine.requests.values() if r.is_finished()]
-            if ended and rng.random() < 0.5:
-                earlier = rng.choice(ended)
-                engine.add([*earlier.all_token_ids, 7, 8][-90:], rng.randrange(1, 20))
-        if aborts and rng.random() < 0.05 and engine.unfinished():
-            engine.abort(rng.choice(engine.unfinished()))
-        if not engine.step():
-            engine.quiet(rng.choice([0.1, 0.5, 3.0]))
-        elif rng.random() < 0.05:
-            engine.clock.now += rng.choice([0.3, 3.0])
-    engine.drain()
 
 
 @SETUPS
