@@ -10,6 +10,7 @@ import torch
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import attn_utils
 
+from kvcached_patch.core.layers import plan_layers
 from kvcached_patch.engines import vllm_worker
 from kvcached_patch.errors import LayerPlanError, SeamMismatch
 from tests.bare import (
@@ -132,7 +133,7 @@ def test_unfiltered_layers_raise_the_historical_key_error(shape: str) -> None:
     with pytest.raises(KeyError, match=sharing):
         [stored[layer] for group in groups for layer in group]
     with pytest.raises(LayerPlanError, match=sharing):
-        vllm_worker.plan_layers(groups, [stored])
+        plan_layers(groups, [stored])
     if not ONE_BACKING:
         runner.runner_only_attn_layers.clear()
         raw = {
