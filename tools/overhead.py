@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the plugin costs, as medians of alternating pairs.
 
-    python -m tools.overhead [starts] [engines] [throughput]      (or: make overhead)
+    python -m tools.overhead [starts] [engines]      (or: make overhead)
 
 starts: interpreter start, toggle unset, hook installed against not installed.
-engines: start-up of an engine, on against off. throughput: the demo's workload, on against off.
+engines: an engine's start-up and its throughput on the demo's workload, on against off.
 """
 
 from __future__ import annotations
@@ -17,28 +17,23 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from tools.demo import MAX_TOKENS, MODEL, OUT, prompts
 from tools.engine_job import run_job
 from tools.tiny_model import write_model
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def pairs(
-    name: str, count: int, old: Callable[[], float], new: Callable[[], float]
-) -> dict[str, Any]:
-    """Time `old` and `new` in turn, each first in every other pair; report differences, ratios."""
-    olds, news = [], []
-    for n in range(count):
-        for measure, into in [(old, olds), (new, news)][:: 1 if n % 2 else -1]:
-            into.append(measure())
+def report(name: str, olds: list[float], news: list[float]) -> None:
+    """Print differences and ratios, pair by pair."""
     differences = [b - a for a, b in zip(olds, news, strict=True)]
     ratios = [b / a for a, b in zip(olds, news, strict=True)]
     result = {
         "name": name,
-        "pairs": count,
+        "pairs": len(olds),
         "old_median": statistics.median(olds),
         "new_median": statistics.median(news),
         "difference_median": statistics.median(differences),
@@ -47,7 +42,16 @@ def pairs(
         "ratio_range": [min(ratios), max(ratios)],
     }
     print(json.dumps(result, indent=1), flush=True)
-    return result
+
+
+def alternate(count: int, old: Callable[[], T], new: Callable[[], T]) -> tuple[list[T], list[T]]:
+    """Measure `old` and `new` in turn, each first in every other pair."""
+    olds: list[T] = []
+    news: list[T] = []
+    for n in range(count):
+        for measure, into in [(old, olds), (new, news)][:: 1 if n % 2 else -1]:
+            into.append(measure())
+    return olds, news
 
 
 def starts(count: int = 300) -> None:
@@ -69,31 +73,35 @@ def starts(count: int = 300) -> None:
             subprocess.run([python, "-c", "pass"], env={}, check=True)
             return (time.perf_counter() - begin) * 1e3
 
-        pairs("interpreter start, ms", count, *(lambda p=p: start(p) for p in pythons))
+        without, with_hook = pythons
+        times = alternate(count, lambda: start(without), lambda: start(with_hook))
+        report("interpreter start, ms", *times)
 
 
-def engine(key: str, patched: bool, rounds: int) -> float:
-    """One engine on the demo's workload: start-up seconds, or output tokens per second."""
+def engines(count: int = 7, rounds: int = 6) -> None:
+    """Engines on the demo's workload: start-up seconds and output tokens per second."""
     job = {
         "model": str(write_model(MODEL, OUT / "models")),
         "prompts": prompts(),
         "sampling": {"max_tokens": MAX_TOKENS},
         "rounds": rounds,
     }
-    result = run_job(Path(sys.executable), job, env={"KVCACHED_PATCH": "1" if patched else "0"})
-    if key == "start":
-        return float(result["import_s"] + result["init_s"])
-    return float(result["output_tokens"] / rounds / statistics.median(result["generate_s"]))
+
+    def engine(toggle: str) -> tuple[float, float]:
+        result = run_job(Path(sys.executable), job, env={"KVCACHED_PATCH": toggle})
+        rate = result["output_tokens"] / rounds / statistics.median(result["generate_s"])
+        return result["import_s"] + result["init_s"], rate
+
+    olds, news = alternate(count, lambda: engine("0"), lambda: engine("1"))
+    for k, name in enumerate(("engine start-up, s", "output tokens per second")):
+        report(name, [old[k] for old in olds], [new[k] for new in news])
 
 
 def main(names: list[str]) -> None:
     """Run the measurements named, or all."""
-    if not names or "starts" in names:
-        starts()
-    if not names or "engines" in names:
-        pairs("engine start-up, s", 9, *(lambda p=p: engine("start", p, 1) for p in (False, True)))
-    if not names or "throughput" in names:
-        pairs("tokens per second", 5, *(lambda p=p: engine("rate", p, 6) for p in (False, True)))
+    for measure in (starts, engines):
+        if not names or measure.__name__ in names:
+            measure()
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class IdleWatch:
             core = self._core()
             if core is None:
                 return
-            core.input_queue.put_nowait((self.wakeup, None))
+            core.input_queue.put_nowait((self.wakeup, self))
             del core
 
     def _next(self) -> float:
@@ -82,8 +82,8 @@ def handle_client_request(
     """``EngineCoreProc._handle_client_request``: a WAKEUP while quiet carries out what is due."""
     result = wrapped(*args, **kwargs)
     watch = _watches.get(core)
-    if watch is not None and not core.has_work():
-        if args[0] == watch.wakeup:
+    if watch is not None and core.is_running() and not core.has_work():
+        if args[1] is watch:  # not the WAKEUP of a shutdown, whose workers may be gone
             plan = watch.elastic.plan(quiet=True)
             core.model_executor.collective_rpc(apply_idle_plan, args=(plan,))
             watch.elastic.applied()
