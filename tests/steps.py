@@ -96,6 +96,16 @@ def make_scheduler(setup: Setup) -> Scheduler:
     )
 
 
+def make_request(setup: Setup, name: str, prompt: Sequence[int], tokens: int) -> Request:
+    return Request(
+        request_id=name,
+        prompt_token_ids=list(prompt),
+        sampling_params=SamplingParams(max_tokens=tokens, ignore_eos=True),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(setup.block_tokens, sha256),
+    )
+
+
 def geometry(setup: Setup) -> Geometry:
     """What the workers would have agreed on."""
     most_blocks = -(-setup.model_tokens // setup.block_tokens)
@@ -139,13 +149,7 @@ class Engine:
 
     def add(self, prompt: Sequence[int], tokens: int) -> str:
         name = f"r{len(self.requests)}"
-        request = Request(
-            request_id=name,
-            prompt_token_ids=list(prompt),
-            sampling_params=SamplingParams(max_tokens=tokens, ignore_eos=True),
-            pooling_params=None,
-            block_hasher=get_request_block_hasher(self.setup.block_tokens, sha256),
-        )
+        request = make_request(self.setup, name, prompt, tokens)
         self.requests[name] = request
         self.scheduler.add_request(request)
         return name
