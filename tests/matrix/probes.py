@@ -14,27 +14,31 @@ LEAST_BYTES = 64 << 10
 
 def until_given_back() -> dict[str, float]:
     """Watch the KV cache's resident bytes until hardly any are left, or patience ends."""
-    processes = list(_descendants(os.getpid()))
     start, never = time.monotonic(), threading.Event()
-    while (left := max(map(_resident, processes))) > LEAST_BYTES:
+    while (left := _kv_resident()) > LEAST_BYTES:
         if time.monotonic() > start + PATIENCE_SECONDS:
             break
         never.wait(0.05)
     return {"left_bytes": left, "seconds": time.monotonic() - start}
 
 
-def _resident(pid: int) -> int:
-    """Resident bytes of a process's largest MAP_NORESERVE mapping, as our host memory is."""
-    size = resident = largest = found = 0
+def _kv_resident() -> int:
+    """Resident bytes of the KV cache: the largest MAP_NORESERVE mapping of all processes."""
+    found = [mapping for pid in _descendants(os.getpid()) for mapping in _mappings(pid)]
+    return max(found)[1]
+
+
+def _mappings(pid: int) -> Iterator[tuple[int, int]]:
+    """Length and resident bytes of a process's MAP_NORESERVE mappings."""
+    size = resident = 0
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         key, _, value = line.partition(":")
         if key == "Size":
-            size = int(value.split()[0])
+            size = int(value.split()[0]) * 1024
         elif key == "Rss":
-            resident = int(value.split()[0])
-        elif key == "VmFlags" and "nr" in value.split() and size > largest:
-            largest, found = size, resident
-    return found * 1024
+            resident = int(value.split()[0]) * 1024
+        elif key == "VmFlags" and "nr" in value.split():
+            yield size, resident
 
 
 def _descendants(pid: int) -> Iterator[int]:
