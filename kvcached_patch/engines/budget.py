@@ -71,8 +71,9 @@ class Budget:
         Never fewer than one request of the greatest length needs, which else would wait for ever;
         `fair` is the share without that.
         """
-        if self.changed:
-            self._generation = self._ask(lambda account: account.generation, self._generation)
+        generation = self._ask(lambda account: account.generation, self._generation)
+        if generation != self._generation:
+            self._generation = generation
             share = self._ask(lambda account: account.share(), None)
             self.fair = None if share is None else share // self._slab_bytes
         return None if self.fair is None else max(self.fair, self._least)
