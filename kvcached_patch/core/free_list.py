@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,18 +31,22 @@ else:
 class _Slab(list[Any]):
     """The dead blocks of a run of consecutive ids, next to be taken last.
 
-    number: counted from 0. size: its blocks. filed: the occupancy under which it can be found,
-    or -1. since: when it was last filed as empty, seconds.
+    number: counted from 0. blocks, size: all of its blocks. since: when the last of them died,
+    seconds. loose: it is still to be filed. filed: bit d is set if it lies on the pile of slabs
+    with d dead blocks; where d has changed since, that means nothing.
     """
 
-    __slots__ = ("filed", "number", "since", "size")
+    __slots__ = ("blocks", "committed", "filed", "loose", "number", "since", "size")
 
     def __init__(self, number: int, blocks: Sequence[Any]) -> None:
         super().__init__(reversed(blocks))
         self.number = number
+        self.blocks = tuple(blocks)
         self.size = len(blocks)
-        self.filed = -1
+        self.committed = True
         self.since = 0.0
+        self.loose = False
+        self.filed = 0
 
 
 class PageAwareQueue(_LinkedQueue):
@@ -51,7 +55,8 @@ class PageAwareQueue(_LinkedQueue):
     A free block is *kept* while it is cached (it has a hash) or watched, else *dead*. A slab stays
     committed while any of its blocks is in use or kept, and a while longer. Blocks are taken
 
-    1. dead, from the fullest committed slab, so that other slabs run empty;
+    1. dead, from committed slabs: a whole one if that many are wanted, else from the fullest that
+       has as many as are wanted, so that other slabs run empty;
     2. dead, from a slab that is committed for it, if there is room for one;
     3. kept, least recently used first: vLLM evicts what it is handed.
 
@@ -66,66 +71,60 @@ class PageAwareQueue(_LinkedQueue):
         kept_of: Callable[[list[Any]], list[Any]],
         clock: Callable[[], float],
     ) -> None:
-        """Take over a queue in place.
+        """Take over a queue in place; none of its blocks is kept yet.
 
         blocks: all blocks of the pool, by id. kept_of: of some free blocks, in their order, those
         whose contents must be kept. clock: seconds, never going back.
         """
-        free = super().get_all_free_blocks()
-        is_free = bytearray(len(blocks))
-        for block in free:
-            is_free[block.block_id] = 1
-            block.prev_free_block = block.next_free_block = None
-        self.fake_free_list_head.next_free_block = self.fake_free_list_tail
-        self.fake_free_list_tail.prev_free_block = self.fake_free_list_head
-
         self.slab_blocks = slab_blocks
+        self.slabs = -(-len(blocks) // slab_blocks)
         self.room: int | None = None  # slabs that may still be committed; None: all
         self.kept_since: dict[int, float] = {}  # block id -> when it was freed
         self.now = clock()  # at the last plan: precise enough for times of steps
         self._kept_of = kept_of
         self._clock = clock
-        starts = range(0, len(blocks), slab_blocks)
-        self._slabs = [_Slab(i, blocks[n : n + slab_blocks]) for i, n in enumerate(starts)]
-        self._slab_of = [slab for slab in self._slabs for _ in range(slab.size)]
-        self._by_fill: list[OrderedDict[int, _Slab]] = [OrderedDict() for _ in range(slab_blocks)]
-        self._fills = 0  # bit i: _by_fill[i] is not empty
+        self._blocks = blocks
+        # By block id; made when the slab is first committed, so that a large pool starts at once.
+        self._slab_of: list[_Slab | None] = [None] * len(blocks)
+        self._loose: list[_Slab] = []  # committed, their dead blocks have changed
+        self._empty: deque[_Slab] = deque()  # committed, all blocks dead; longest so first
+        self._piles: list[list[_Slab]] = [[] for _ in range(slab_blocks)]  # by dead blocks
+        self._piled = 0  # bit d: pile d is not bare
+        self._open: _Slab | None = None  # the one that was last taken from, to be taken from next
         self._commits: dict[int, None] = {}  # not yet in a plan
         self._sequence = 0
-        self._vacant = []
-        for slab in self._slabs:
-            slab[:] = [block for block in slab if is_free[block.block_id]]
-            if len(slab) == slab.size:
-                self._vacant.append(slab.number)
-            else:  # the null block's slab, and those of blocks taken before us
-                self._commits[slab.number] = None
-                self._refile(slab)
-
-    @property
-    def slabs(self) -> int:
-        """Number of slabs."""
-        return len(self._slabs)
+        # The null block, and others that were taken before us, are in no list.
+        used = {block.block_id for block in blocks if block.next_free_block is None}
+        started = sorted({block_id // slab_blocks for block_id in used})
+        self._vacant = sorted(set(range(self.slabs)).difference(started))
+        for number in started:
+            slab = self._begin(number)
+            slab[:] = [block for block in slab if block.block_id not in used]
+            slab.loose = True
+            self._loose.append(slab)
+            self._commits[number] = None
+        self.fake_free_list_head.next_free_block = self.fake_free_list_tail
+        self.fake_free_list_tail.prev_free_block = self.fake_free_list_head
 
     @property
     def committed(self) -> int:
         """Number of committed slabs."""
-        return len(self._slabs) - len(self._vacant)
+        return self.slabs - len(self._vacant)
 
     @property
     def empty(self) -> int:
         """Number of committed slabs without a used or kept block."""
-        return len(self._by_fill[0])
+        self._file()
+        return len(self._empty)
 
-    @property
     def admissible(self) -> int:
         """Free blocks that can be had within the room; a negative room takes from the others."""
         if self.room is None or self.room >= len(self._vacant):
             return self.num_free_blocks
         out_of_reach = (len(self._vacant) - self.room) * self.slab_blocks
-        last = self._slabs[-1]
-        if last.filed < 0 and len(last) == last.size:  # vacant
+        if self._is_vacant(len(self._blocks) - 1):
             # Vacant slabs are taken lowest first, so a short last slab is always out of reach.
-            out_of_reach -= self.slab_blocks - last.size
+            out_of_reach -= self.slabs * self.slab_blocks - len(self._blocks)
         return max(self.num_free_blocks - out_of_reach, 0)
 
     def popleft(self) -> Any:
@@ -137,19 +136,36 @@ class PageAwareQueue(_LinkedQueue):
     def popleft_n(self, n: int) -> list[Any]:
         """Take n blocks, which must be free."""
         assert self.num_free_blocks >= n
+        self.num_free_blocks -= n
+        if n == 1:
+            slab = self._open or self._choose(1)
+            if slab is None:
+                return self._take_kept(1)
+            self._open = slab
+            return [slab.pop()]
+        self._file()
         taken: list[Any] = []
-        while (missing := n - len(taken)) > 0:
-            if not self._fills and self._vacant and (self.room is None or self.room > 0):
-                self._commit(heapq.heappop(self._vacant))
-            if self._fills:
-                taken += self._take_dead(missing)
-            elif self.kept_since:
-                kept = super().popleft_n(min(missing, len(self.kept_since)))
-                for block in kept:
-                    del self.kept_since[block.block_id]
+        empty = self._empty
+        while empty and n >= self.slab_blocks:
+            whole = empty.pop()
+            taken += whole.blocks
+            n -= whole.size
+            whole.clear()
+        while n > 0:
+            slab = self._choose(n)
+            if slab is None:
+                kept = self._take_kept(min(n, len(self.kept_since)))
                 taken += kept
-            else:  # no room, but whoever asks past admission must not fail
-                self._commit(heapq.heappop(self._vacant))
+                n -= len(kept)
+            elif n >= len(slab):
+                taken += slab.blocks if len(slab) == slab.size else reversed(slab)
+                n -= len(slab)
+                slab.clear()
+            else:
+                taken += slab[: -n - 1 : -1]
+                del slab[-n:]
+                self._open = slab
+                break
         return taken
 
     def remove(self, block: Any) -> None:
@@ -158,15 +174,19 @@ class PageAwareQueue(_LinkedQueue):
             super().remove(block)
             del self.kept_since[block.block_id]
             return
-        slab = self._slab_of[block.block_id]
-        if block not in slab:
-            raise RuntimeError(f"remove() called on an invalid block: {block}")
-        if slab.number in self._vacant:
-            self._vacant.remove(slab.number)
+        number = block.block_id // self.slab_blocks
+        if self._is_vacant(block.block_id):
+            self._vacant.remove(number)
             heapq.heapify(self._vacant)
-            self._commit(slab.number)
+            self._commit(number)
+        slab = self._slab_of[block.block_id]
+        if slab is None or block not in slab:
+            raise RuntimeError(f"remove() called on an invalid block: {block}")
+        self._file()
+        if len(slab) == slab.size:
+            self._empty = deque(other for other in self._empty if other is not slab)
         slab.remove(block)
-        self._refile(slab)
+        self._loosen(slab)
         self.num_free_blocks -= 1
 
     def append(self, block: Any) -> None:
@@ -175,15 +195,21 @@ class PageAwareQueue(_LinkedQueue):
 
     def append_n(self, blocks: list[Any]) -> None:
         """Free blocks, to be evicted last."""
-        super().append_n(self._bury(blocks))
+        if kept := self._bury(blocks):
+            super().append_n(kept)
 
     def prepend_n(self, blocks: list[Any]) -> None:
         """Free blocks, to be evicted first."""
-        super().prepend_n(self._bury(blocks))
+        if kept := self._bury(blocks):
+            super().prepend_n(kept)
 
     def get_all_free_blocks(self) -> list[Any]:
         """All free blocks: dead ones by slab, kept ones by age."""
-        dead = [block for slab in self._slabs for block in reversed(slab)]
+        size = self.slab_blocks
+        dead: list[Any] = []
+        for first in range(0, len(self._blocks), size):
+            slab = self._slab_of[first]
+            dead += self._blocks[first : first + size] if slab is None else reversed(slab)
         return dead + super().get_all_free_blocks()
 
     def kept(self) -> Iterator[Any]:
@@ -201,11 +227,13 @@ class PageAwareQueue(_LinkedQueue):
 
     def take_plan(self, linger: float) -> Plan:
         """What changed since the last plan; lets slabs go that were empty for `linger` seconds."""
+        self._file()
         self.now = self._clock()
-        empty = self._by_fill[0]
+        empty, before = self._empty, self.now - linger
         releases = []
-        while empty and (slab := next(iter(empty.values()))).since <= self.now - linger:
-            self._unfile(slab)
+        while empty and empty[0].since <= before:
+            slab = empty.popleft()
+            slab.committed = False
             heapq.heappush(self._vacant, slab.number)
             if slab.number in self._commits:
                 del self._commits[slab.number]
@@ -219,60 +247,104 @@ class PageAwareQueue(_LinkedQueue):
     @property
     def empty_since(self) -> float | None:
         """Since when the committed slab that is empty longest is so; None if none is empty."""
-        return next((slab.since for slab in self._by_fill[0].values()), None)
+        self._file()
+        return self._empty[0].since if self._empty else None
 
-    def _take_dead(self, n: int) -> list[Any]:
-        slab = next(reversed(self._by_fill[self._fills.bit_length() - 1].values()))
-        taken = slab[: -n - 1 : -1]
-        del slab[-n:]
-        self._refile(slab)
-        self.num_free_blocks -= len(taken)
-        return taken
+    def _choose(self, n: int) -> _Slab | None:
+        """A slab to take up to n dead blocks from, filed no more; None if kept ones come next."""
+        slab, self._open = self._open, None
+        if slab:
+            if len(slab) >= n:
+                return slab
+            self._loosen(slab)
+        if self._loose:
+            self._file()
+        while self._empty or self._piled:
+            enough = self._piled >> n << n
+            if self._empty and (n >= self.slab_blocks or not enough):
+                return self._empty.pop()
+            # The fullest that has n dead blocks; else the one with most.
+            dead = (enough & -enough or self._piled).bit_length() - 1
+            pile = self._piles[dead]
+            slab = pile.pop()
+            slab.filed ^= 1 << dead
+            if not pile:
+                self._piled ^= 1 << dead
+            if len(slab) == dead:
+                return slab
+        # Whoever asks past the room, with nothing kept left, must not fail.
+        if self._vacant and (self.room is None or self.room > 0 or not self.kept_since):
+            return self._commit(heapq.heappop(self._vacant))
+        return None
+
+    def _loosen(self, slab: _Slab) -> None:
+        if not slab.loose:
+            slab.loose = True
+            self._loose.append(slab)
+
+    def _file(self) -> None:
+        """Put loose slabs where `_choose` finds them."""
+        for slab in self._loose:
+            slab.loose = False
+            dead = len(slab)
+            if dead == slab.size:
+                slab.since = self.now
+                self._empty.append(slab)
+                if slab is self._open:
+                    self._open = None
+            elif dead and not slab.filed >> dead & 1:
+                slab.filed |= 1 << dead
+                self._piled |= 1 << dead
+                self._piles[dead].append(slab)
+        self._loose.clear()
+
+    def _take_kept(self, n: int) -> list[Any]:
+        self.num_free_blocks += n  # vLLM's verb counts them, too
+        kept = super().popleft_n(n)
+        for block in kept:
+            del self.kept_since[block.block_id]
+        return kept
 
     def _bury(self, blocks: list[Any]) -> list[Any]:
         """Make dead those with nothing to keep; returns the others, for the linked list."""
         kept = self._kept_of(blocks)
         if kept:
-            ids = {block.block_id for block in kept}
+            ids = [block.block_id for block in kept]
             self.kept_since.update(dict.fromkeys(ids, self.now))
-            blocks = [block for block in blocks if block.block_id not in ids]
+            if len(kept) == len(blocks):
+                return kept
+            without = set(ids)
+            blocks = [block for block in blocks if block.block_id not in without]
+        self.num_free_blocks += len(blocks)
         slab_of = self._slab_of
-        last: _Slab | None = None
-        touched = []
+        loose = self._loose
         for block in blocks:
             slab = slab_of[block.block_id]
             slab.append(block)
-            if slab is not last:
-                touched.append(slab)
-                last = slab
-        for slab in touched:
-            self._refile(slab)
-        self.num_free_blocks += len(blocks)
+            if not slab.loose:
+                slab.loose = True
+                loose.append(slab)
         return kept
 
-    def _commit(self, number: int) -> None:
+    def _commit(self, number: int) -> _Slab:
+        """Commit a vacant slab, to take from at once."""
         if self.room is not None:
             self.room -= 1
         self._commits[number] = None
-        self._refile(self._slabs[number])
+        slab = self._slab_of[number * self.slab_blocks] or self._begin(number)
+        slab.committed = True
+        return slab
 
-    def _refile(self, slab: _Slab) -> None:
-        """File a committed slab under its occupancy, if it has a dead block to give."""
-        occupied = slab.size - len(slab)
-        if occupied == slab.filed:
-            return
-        if slab.filed >= 0:
-            self._unfile(slab)
-        if slab:
-            slab.filed = occupied
-            self._by_fill[occupied][slab.number] = slab
-            self._fills |= 1 << occupied
-            if not occupied:
-                slab.since = self.now
+    def _begin(self, number: int) -> _Slab:
+        first = number * self.slab_blocks
+        blocks = self._blocks[first : first + self.slab_blocks]
+        slab = _Slab(number, blocks)
+        self._slab_of[first : first + len(blocks)] = [slab] * len(blocks)
+        for block in blocks:
+            block.prev_free_block = block.next_free_block = None
+        return slab
 
-    def _unfile(self, slab: _Slab) -> None:
-        peers = self._by_fill[slab.filed]
-        del peers[slab.number]
-        if not peers:
-            self._fills &= ~(1 << slab.filed)
-        slab.filed = -1
+    def _is_vacant(self, block_id: int) -> bool:
+        """Whether the block's slab is vacant."""
+        slab = self._slab_of[block_id]
+        return slab is None or not slab.committed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvcached_patch.core.extents import Cells
 
@@ -14,8 +14,7 @@ PLAN = "kvcached_patch_plan"
 Run = tuple[int, int, int]
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What one scheduler step asks of every worker.
 
     sequence: 0, 1, 2, …: a gap is a lost plan. commit: slabs that this step may write. release:

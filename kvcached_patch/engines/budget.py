@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,7 +57,8 @@ class Budget:
         self._slab_bytes = geometry.slab_bytes
         self._least = geometry.least_slabs
         self._generation = -2
-        self.fair: int | None = None  # slabs, as the ledger has it
+        self.fair: int | None = None  # slabs, as the ledger had it when `share` last asked
+        self._wanted = 0
         self._faulty = False
         self.held = 0
 
@@ -76,6 +78,11 @@ class Budget:
             self._generation = generation
             share = self._ask(lambda account: account.share(), None)
             self.fair = None if share is None else share // self._slab_bytes
+        return self.bound
+
+    @property
+    def bound(self) -> int | None:
+        """What `share` last said."""
         return None if self.fair is None else max(self.fair, self._least)
 
     @property
@@ -106,11 +113,15 @@ class Budget:
 
     def want(self, slabs: int) -> None:
         """Tell other engines what this one lacks; 0: nothing."""
-        self._ask(lambda account: account.want(slabs * self._slab_bytes), None)
+        if slabs != self._wanted and self._ask(partial(_want, slabs * self._slab_bytes), False):
+            self._wanted = slabs
 
-    def publish(self, *, cached: int, free: int) -> None:
-        """Publish statistics in bytes, with a heartbeat."""
-        self._ask(lambda account: account.publish(cached=cached, free=free), None)
+    def publish(self, *, cached: int, free: int, queries: int, hits: int) -> None:
+        """Publish statistics, in bytes and in tokens of the prefix cache, with a heartbeat."""
+        self._ask(
+            lambda account: account.publish(cached=cached, free=free, queries=queries, hits=hits),
+            None,
+        )
 
     def close(self) -> None:
         """Leave the ledger."""
@@ -129,6 +140,11 @@ class Budget:
             return otherwise
         self._faulty = False
         return answer
+
+
+def _want(nbytes: int, account: Account) -> bool:
+    account.want(nbytes)
+    return True
 
 
 def join(geometry: Geometry) -> Budget:

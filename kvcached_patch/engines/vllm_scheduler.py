@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
@@ -19,12 +18,37 @@ LINGER_SECONDS = 0.2
 PUBLISH_SECONDS = 0.5
 
 
+class HitCount:
+    """vLLM's own prefix-cache counters, which it starts anew after each step, added up.
+
+    queries, hits: tokens; 0 while vLLM keeps no statistics.
+    """
+
+    def __init__(self) -> None:
+        self.queries = self.hits = 0
+        self._stats: Any = None
+        self._seen = (0, 0)
+
+    def note(self, stats: Any) -> None:
+        """Count what was added to `stats`, a ``PrefixCacheStats`` or None, since the last look."""
+        if stats is None:
+            return
+        before = self._seen if stats is self._stats else (0, 0)
+        self._stats, self._seen = stats, (stats.queries, stats.hits)
+        self.queries += stats.queries - before[0]
+        self.hits += stats.hits - before[1]
+
+
 class Elastic:
     """One block pool's page-aware queue, with what decides how much of it may be committed."""
 
-    def __init__(self, block_pool: Any, geometry: Geometry, budget: Budget) -> None:
-        """Put our queue in the place of the pool's; everything else of the pool stays vLLM's."""
-        self._pool = block_pool
+    def __init__(self, manager: Any, geometry: Geometry, budget: Budget) -> None:
+        """Put our queue in the place of the pool's; everything else of the pool stays vLLM's.
+
+        manager: vLLM's KVCacheManager.
+        """
+        self._manager = manager
+        self._pool = block_pool = manager.block_pool
         self._retain = config.load().retain
         self._block_bytes = geometry.block_bytes
         self._cache = block_pool.cached_block_hash_to_block
@@ -40,33 +64,46 @@ class Elastic:
         self._freed = deque([0] * geometry.in_flight)
         self._missed = False
         self._published = 0.0
-        block_pool.get_num_free_blocks = self._free_blocks
-        self._admitting = False
+        self._hits = HitCount()
+        self.budget.share()
         self._settle(spare=0)
 
     def begin(self) -> None:
-        """Before a step: take note of limits and demands that have changed."""
+        """Before a step: take note of limits and demands that have changed.
+
+        Until `end`, what counts as free is what may be committed.
+        """
         self._notice_reset()
+        self.budget.share()
         self._settle(spare=SPARE_SLABS)
+        if self.queue.room is not None:
+            self._pool.get_num_free_blocks = self.queue.admissible
+
+    def end(self) -> None:
+        """After a step was scheduled, or failed: free means again what vLLM means by it."""
+        vars(self._pool).pop("get_num_free_blocks", None)
 
     def plan(self, *, quiet: bool = False) -> Plan:
         """Evict what has outlived its retention, obey limits, and say what changed.
 
         quiet: no step goes with the plan, and none is to be expected.
         """
-        self._notice_reset()
         if quiet:
+            self.budget.share()
+            self._notice_reset()
             self._sweep()
-        self._evict()
-        fair = self.budget.share() and self.budget.fair
+        else:
+            self._hits.note(self._manager.prefix_cache_stats)
+        if self.queue.kept_since:
+            self._evict()
+        fair = self.budget.fair
         yields = self._missed and self.budget.must_yield
         over = fair is not None and (yields or self._backed > fair)
         if over:
             self._shed(0 if yields else fair or 0)
         plan = self.queue.take_plan(0.0 if over else LINGER_SECONDS)
         self._freed.append(len(plan.release))
-        if freed := self._freed.popleft():
-            self.budget.release(freed)
+        self._freed.popleft()
         if not self._missed:
             self.budget.want(0)
         self._settle(spare=0 if quiet or self._missed else SPARE_SLABS)
@@ -75,9 +112,8 @@ class Elastic:
 
     def applied(self) -> None:
         """All releases are in force: their bytes are others' to take."""
-        if freed := sum(self._freed):
-            self.budget.release(freed)
-            self._freed = deque([0] * len(self._freed))
+        self._freed = deque([0] * len(self._freed))
+        self._settle(spare=0)
         self.publish()
 
     def due(self) -> float | None:
@@ -94,23 +130,21 @@ class Elastic:
             times.append(oldest + self._retain.seconds)
         return min(times, default=None)
 
-    def admit(self, allocate: Callable[[], Any]) -> Any:
-        """Run vLLM's `allocate_slots` within what may be committed; None is a miss.
+    def admitting(self, allocate: Callable[..., Any]) -> Callable[..., Any]:
+        """`allocate_slots` of vLLM within what may be committed; None is a miss.
 
         While it misses for want of room, more is reserved, as far as limit and budget allow.
         """
-        if self.queue.room is None:
-            return allocate()
-        more = 1
-        while True:
-            self._admitting = True
-            try:
-                slots = allocate()
-            finally:
-                self._admitting = False
-            if slots is not None or not self._grow(more):
-                return slots
-            more *= 2
+
+        def allocate_slots(*args: Any, **kwargs: Any) -> Any:
+            slots = allocate(*args, **kwargs)
+            more = SPARE_SLABS
+            while slots is None and self._grow(more):
+                slots = allocate(*args, **kwargs)
+                more *= 2
+            return slots
+
+        return allocate_slots
 
     def publish(self) -> None:
         """Tell the ledger how it stands, not more often than people look."""
@@ -118,18 +152,18 @@ class Elastic:
         if now - self._published >= PUBLISH_SECONDS:
             self._published = now
             size = self._block_bytes
+            self._settle_ledger(spare=SPARE_SLABS)
             self.budget.publish(
-                cached=len(self.queue.kept_since) * size, free=self.queue.num_free_blocks * size
+                cached=len(self.queue.kept_since) * size,
+                free=self.queue.num_free_blocks * size,
+                queries=self._hits.queries,
+                hits=self._hits.hits,
             )
 
     @property
     def _backed(self) -> int:
         """Slabs whose pages are there: committed, or released by a plan not yet in force."""
         return self.queue.committed + sum(self._freed)
-
-    def _free_blocks(self) -> int:
-        """The count that vLLM means; in `allocate_slots`, less what may not be committed."""
-        return self.queue.admissible if self._admitting else self.queue.num_free_blocks
 
     def _grow(self, slabs: int) -> bool:
         room = self.queue.room
@@ -157,13 +191,19 @@ class Elastic:
 
         spare: slabs reserved ahead that may stay so.
         """
-        share, backed = self.budget.share(), self._backed
+        share, backed = self.budget.bound, self._backed
+        # With neither a limit nor a budget the ledger need not be told of each slab at once.
+        if share is not None or not spare:
+            self._settle_ledger(spare)
+        self.queue.room = None if share is None else min(self.budget.held - backed, share - backed)
+
+    def _settle_ledger(self, spare: int) -> None:
+        share, backed = self.budget.bound, self._backed
         if backed > self.budget.held:
             self.budget.hold(backed - self.budget.held)
         keep = 0 if share is None else min(spare, max(share - backed, 0))
         if self.budget.held - backed > keep:
             self.budget.release(self.budget.held - backed - keep)
-        self.queue.room = None if share is None else min(self.budget.held - backed, share - backed)
 
     def _shed(self, share: int) -> None:
         """Make slabs empty by evicting cached blocks, oldest first, until the share is met."""
@@ -174,6 +214,8 @@ class Elastic:
 
     def _kept_of(self, blocks: list[Any]) -> list[Any]:
         extra = self._pool.cached_block_hashes_by_block
+        if not (self._cache or extra or self._watched):
+            return []
         return [
             block
             for block in blocks
@@ -243,17 +285,21 @@ def manage(
     agreed, _agreed = _agreed, None
     if agreed is not None:
         geometry, budget = agreed
-        _elastic[manager] = Elastic(manager.block_pool, geometry, budget)
+        _elastic[manager] = Elastic(manager, geometry, budget)
         finalize(manager, budget.close)
 
 
 def allocate_slots(
     wrapped: Callable[..., Any], manager: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """``KVCacheManager.allocate_slots``: memory that cannot be had is a scheduling miss."""
+    """``KVCacheManager.allocate_slots``: memory that cannot be had is a scheduling miss.
+
+    Called for every request in every step, so the first call puts what is to be done on the
+    manager itself, and no later one comes this way.
+    """
     elastic = _elastic.get(manager)
-    call = partial(wrapped, *args, **kwargs)
-    return call() if elastic is None else elastic.admit(call)
+    manager.allocate_slots = elastic.admitting(wrapped) if elastic else wrapped
+    return manager.allocate_slots(*args, **kwargs)
 
 
 def schedule(
@@ -261,10 +307,13 @@ def schedule(
 ) -> Any:
     """``Scheduler.schedule``: the plan travels as an attribute of the SchedulerOutput."""
     elastic = _elastic.get(scheduler.kv_cache_manager)
-    if elastic is not None:
-        elastic.begin()
-    output = wrapped(*args, **kwargs)
-    if elastic is not None:
-        setattr(output, PLAN, elastic.plan())
-        elastic.publish()
+    if elastic is None:
+        return wrapped(*args, **kwargs)
+    elastic.begin()
+    try:
+        output = wrapped(*args, **kwargs)
+    finally:
+        elastic.end()
+    setattr(output, PLAN, elastic.plan())
+    elastic.publish()
     return output

@@ -217,6 +217,8 @@ def test_an_engine_that_wakes_gets_its_share_from_a_busy_one(make: Make, setup: 
         assert committed(sleeper) + committed(busy) <= SLABS
     assert steps < 120 * (1 if setup.asynchronous else setup.depth)
     assert len(busy.unfinished()) > 20
+    sleeper.drain()
+    sleeper.quiet(1.0)
     busy.drain()
     for engine in (sleeper, busy):
         engine.check_answers()

@@ -94,7 +94,7 @@ def test_a_fault_is_said_once_bounds_nothing_and_is_made_good(
     ledger.path.unlink()
     ledger.path.symlink_to("/dev/null")
     with caplog.at_level(logging.WARNING):
-        faults = [budget.publish(cached=0, free=0) for _ in range(3)]
+        faults = [budget.publish(cached=0, free=0, queries=0, hits=0) for _ in range(3)]
         held = budget.reserve(5)
     assert faults == [None] * 3
     assert caplog.text.count("the ledger cannot be used") == 1
@@ -123,6 +123,6 @@ def test_without_a_ledger_nothing_is_bounded() -> None:
     assert budget.share() is None
     assert budget.reserve(10)
     budget.want(3)
-    budget.publish(cached=1, free=2)
+    budget.publish(cached=1, free=2, queries=3, hits=1)
     budget.release(10)
     assert budget.held == 0
