@@ -143,7 +143,7 @@ def measure_ours(slab: int, steps: int, *, caching: bool) -> dict[str, Any]:
         elastic = elastic_of(scheduler)
         assert elastic is not None
         queue = elastic.queue
-        assert not queue.kept_since, "retention is none"
+        assert not queue.kept_count, "retention is none"
         live = BLOCKS - queue.num_free_blocks
         committed.add(queue.committed, live, slab)
         occupied.add(queue.committed - queue.empty, live, slab)

@@ -64,22 +64,23 @@ class PageAwareQueue(_LinkedQueue):
     not committed, every block is dead; (Q3) ``num_free_blocks`` counts all dead and kept blocks.
     """
 
-    def adopt(
+    def __init__(
         self,
+        queue: Any,
         blocks: Sequence[Any],
         slab_blocks: int,
         kept_of: Callable[[list[Any]], list[Any]],
         clock: Callable[[], float],
     ) -> None:
-        """Take over a queue in place; none of its blocks is kept yet.
-
-        blocks: all blocks of the pool, by id. kept_of: of some free blocks, in their order, those
-        whose contents must be kept. clock: seconds, never going back.
-        """
+        """Take over from `queue`, none of whose blocks is kept yet; see `page_aware`."""
+        self.num_free_blocks = queue.num_free_blocks
+        self.fake_free_list_head = queue.fake_free_list_head
+        self.fake_free_list_tail = queue.fake_free_list_tail
         self.slab_blocks = slab_blocks
         self.slabs = -(-len(blocks) // slab_blocks)
         self.room: int | None = None  # slabs that may still be committed; None: all
-        self.kept_since: dict[int, float] = {}  # block id -> when it was freed
+        self.kept_count = 0
+        self.freed_at = [0.0] * len(blocks)  # by block id, of kept ones: when that was, seconds
         self.now = clock()  # at the last plan: precise enough for times of steps
         self._kept_of = kept_of
         self._clock = clock
@@ -154,7 +155,7 @@ class PageAwareQueue(_LinkedQueue):
         while n > 0:
             slab = self._choose(n)
             if slab is None:
-                kept = self._take_kept(min(n, len(self.kept_since)))
+                kept = self._take_kept(min(n, self.kept_count))
                 taken += kept
                 n -= len(kept)
             elif n >= len(slab):
@@ -170,9 +171,13 @@ class PageAwareQueue(_LinkedQueue):
 
     def remove(self, block: Any) -> None:
         """Take this very block out: a prefix-cache hit, if it is kept."""
-        if block.block_id in self.kept_since:
-            super().remove(block)
-            del self.kept_since[block.block_id]
+        following = block.next_free_block
+        if following is not None and self._slab_of[block.block_id] is not None:  # it is kept
+            before = block.prev_free_block
+            before.next_free_block, following.prev_free_block = following, before
+            block.prev_free_block = block.next_free_block = None
+            self.kept_count -= 1
+            self.num_free_blocks -= 1
             return
         number = block.block_id // self.slab_blocks
         if self._is_vacant(block.block_id):
@@ -221,8 +226,7 @@ class PageAwareQueue(_LinkedQueue):
 
     def let_go(self, block: Any) -> None:
         """A kept block has lost what it was kept for: it is dead now."""
-        super().remove(block)
-        del self.kept_since[block.block_id]
+        self.remove(block)
         self._bury([block])
 
     def take_plan(self, linger: float) -> Plan:
@@ -273,7 +277,7 @@ class PageAwareQueue(_LinkedQueue):
             if len(slab) == dead:
                 return slab
         # Whoever asks past the room, with nothing kept left, must not fail.
-        if self._vacant and (self.room is None or self.room > 0 or not self.kept_since):
+        if self._vacant and (self.room is None or self.room > 0 or not self.kept_count):
             return self._commit(heapq.heappop(self._vacant))
         return None
 
@@ -300,21 +304,21 @@ class PageAwareQueue(_LinkedQueue):
 
     def _take_kept(self, n: int) -> list[Any]:
         self.num_free_blocks += n  # vLLM's verb counts them, too
-        kept = super().popleft_n(n)
-        for block in kept:
-            del self.kept_since[block.block_id]
-        return kept
+        self.kept_count -= n
+        return super().popleft_n(n)
 
     def _bury(self, blocks: list[Any]) -> list[Any]:
         """Make dead those with nothing to keep; returns the others, for the linked list."""
         kept = self._kept_of(blocks)
         if kept:
-            ids = [block.block_id for block in kept]
-            self.kept_since.update(dict.fromkeys(ids, self.now))
+            freed_at, now = self.freed_at, self.now
+            for block in kept:
+                freed_at[block.block_id] = now
+            self.kept_count += len(kept)
             if len(kept) == len(blocks):
                 return kept
-            without = set(ids)
-            blocks = [block for block in blocks if block.block_id not in without]
+            ids = {block.block_id for block in kept}
+            blocks = [block for block in blocks if block.block_id not in ids]
         self.num_free_blocks += len(blocks)
         slab_of = self._slab_of
         loose = self._loose
@@ -348,3 +352,20 @@ class PageAwareQueue(_LinkedQueue):
         """Whether the block's slab is vacant."""
         slab = self._slab_of[block_id]
         return slab is None or not slab.committed
+
+
+def page_aware(
+    queue: Any,
+    blocks: Sequence[Any],
+    slab_blocks: int,
+    kept_of: Callable[[list[Any]], list[Any]],
+    clock: Callable[[], float],
+) -> PageAwareQueue:
+    """Put a page-aware queue in the place of vLLM's `queue`, which is not to be used any more.
+
+    blocks: all blocks of the pool, by id. kept_of: of some free blocks, in their order, those whose
+    contents must be kept. clock: seconds, never going back.
+    """
+    # An object whose class was changed afterwards would cost three times as much per attribute.
+    kind: type[PageAwareQueue] = type("PageAwareQueue", (PageAwareQueue, type(queue)), {})
+    return kind(queue, blocks, slab_blocks, kept_of, clock)

@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
 from kvcached_patch import config
-from kvcached_patch.core.free_list import PageAwareQueue
+from kvcached_patch.core.free_list import page_aware
 from kvcached_patch.core.pages import PLAN, Plan
 from kvcached_patch.engines.budget import SPARE_SLABS, Budget, Geometry, join
 
@@ -48,16 +48,20 @@ class Elastic:
         manager: vLLM's KVCacheManager.
         """
         self._manager = manager
+        self._allocate: Callable[..., Any] | None = None
         self._pool = block_pool = manager.block_pool
         self._retain = config.load().retain
         self._block_bytes = geometry.block_bytes
         self._cache = block_pool.cached_block_hash_to_block
         # From 0.30: free blocks that a connector still reads.
         self._watched = vars(block_pool).get("_reuse_watchers", {})
-        queue = block_pool.free_block_queue
-        queue.__class__ = type("PageAwareQueue", (PageAwareQueue, type(queue)), {})
-        queue.adopt(block_pool.blocks, geometry.slab_blocks, self._kept_of, time.monotonic)
-        self.queue: PageAwareQueue = queue
+        self.queue = block_pool.free_block_queue = page_aware(
+            block_pool.free_block_queue,
+            block_pool.blocks,
+            geometry.slab_blocks,
+            self._kept_of,
+            time.monotonic,
+        )
         self.budget = budget
         # Slabs that plans released which some worker may not have carried out yet, oldest first:
         # a plan's releases are in force when the next one is applied (P2).
@@ -78,6 +82,7 @@ class Elastic:
         self._settle(spare=SPARE_SLABS)
         if self.queue.room is not None:
             self._pool.get_num_free_blocks = self.queue.admissible
+        self._direct()
 
     def end(self) -> None:
         """After a step was scheduled, or failed: free means again what vLLM means by it."""
@@ -94,7 +99,7 @@ class Elastic:
             self._sweep()
         else:
             self._hits.note(self._manager.prefix_cache_stats)
-        if self.queue.kept_since:
+        if self.queue.kept_count:
             self._evict()
         fair = self.budget.fair
         yields = self._missed and self.budget.must_yield
@@ -125,26 +130,15 @@ class Elastic:
         if (empty_since := self.queue.empty_since) is not None:
             times.append(empty_since + LINGER_SECONDS)
         evictable = (b.block_id for b in self.queue.kept() if b.block_id not in self._watched)
-        oldest = next((self.queue.kept_since[block_id] for block_id in evictable), None)
+        oldest = next((self.queue.freed_at[block_id] for block_id in evictable), None)
         if self._retain.seconds is not None and oldest is not None:
             times.append(oldest + self._retain.seconds)
         return min(times, default=None)
 
-    def admitting(self, allocate: Callable[..., Any]) -> Callable[..., Any]:
-        """`allocate_slots` of vLLM within what may be committed; None is a miss.
-
-        While it misses for want of room, more is reserved, as far as limit and budget allow.
-        """
-
-        def allocate_slots(*args: Any, **kwargs: Any) -> Any:
-            slots = allocate(*args, **kwargs)
-            more = SPARE_SLABS
-            while slots is None and self._grow(more):
-                slots = allocate(*args, **kwargs)
-                more *= 2
-            return slots
-
-        return allocate_slots
+    def admit(self, allocate: Callable[..., Any]) -> None:
+        """From now on decide on what vLLM's own `allocate_slots` is asked for."""
+        self._allocate = allocate
+        self._direct()
 
     def publish(self) -> None:
         """Tell the ledger how it stands, not more often than people look."""
@@ -154,7 +148,7 @@ class Elastic:
             size = self._block_bytes
             self._settle_ledger(spare=SPARE_SLABS)
             self.budget.publish(
-                cached=len(self.queue.kept_since) * size,
+                cached=self.queue.kept_count * size,
                 free=self.queue.num_free_blocks * size,
                 queries=self._hits.queries,
                 hits=self._hits.hits,
@@ -164,6 +158,25 @@ class Elastic:
     def _backed(self) -> int:
         """Slabs whose pages are there: committed, or released by a plan not yet in force."""
         return self.queue.committed + sum(self._freed)
+
+    def _direct(self) -> None:
+        """Let the scheduler's calls, one for each request in each step, come the shortest way."""
+        if self._allocate is not None:
+            bounded = self.queue.room is not None
+            self._manager.allocate_slots = self._allocate_bounded if bounded else self._allocate
+
+    def _allocate_bounded(self, *args: Any, **kwargs: Any) -> Any:
+        """Allocate within what may be committed; None is a miss.
+
+        While it misses for want of room, more is reserved, as far as limit and budget allow.
+        """
+        assert self._allocate is not None
+        slots = self._allocate(*args, **kwargs)
+        more = SPARE_SLABS
+        while slots is None and self._grow(more):
+            slots = self._allocate(*args, **kwargs)
+            more *= 2
+        return slots
 
     def _grow(self, slabs: int) -> bool:
         room = self.queue.room
@@ -246,8 +259,8 @@ class Elastic:
         most = None if retain.nbytes is None else retain.nbytes // self._block_bytes
         before = None if retain.seconds is None else time.monotonic() - retain.seconds
         for block in queue.kept():
-            over = most is not None and len(queue.kept_since) > most
-            old = before is not None and queue.kept_since[block.block_id] <= before
+            over = most is not None and queue.kept_count > most
+            old = before is not None and queue.freed_at[block.block_id] <= before
             if not (over or old):
                 return
             self._let_go(block)
@@ -294,11 +307,13 @@ def allocate_slots(
 ) -> Any:
     """``KVCacheManager.allocate_slots``: memory that cannot be had is a scheduling miss.
 
-    Called for every request in every step, so the first call puts what is to be done on the
-    manager itself, and no later one comes this way.
+    After the first call the manager's attribute of that name is another: see `Elastic.admit`.
     """
     elastic = _elastic.get(manager)
-    manager.allocate_slots = elastic.admitting(wrapped) if elastic else wrapped
+    if elastic is None:
+        manager.allocate_slots = wrapped
+    else:
+        elastic.admit(wrapped)
     return manager.allocate_slots(*args, **kwargs)
 
 

@@ -35,7 +35,7 @@ def hits(engine: Engine, text: list[int]) -> int:
 def kept(engine: Engine) -> int:
     """Cached blocks that nobody uses."""
     assert engine.elastic is not None
-    return len(engine.elastic.queue.kept_since)
+    return engine.elastic.queue.kept_count
 
 
 def fill(engine: Engine) -> None:

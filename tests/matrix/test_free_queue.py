@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
-from kvcached_patch.core.free_list import PageAwareQueue
+from kvcached_patch.core.free_list import page_aware
 
 
 class Clock:
@@ -33,9 +33,7 @@ class Pair:
             assert queue.popleft().block_id == 0, "the null block, as BlockPool takes it"
         self.hashed: set[int] = set()
         self.clock = Clock()
-        ours.__class__ = type("Ours", (PageAwareQueue, FreeKVCacheBlockQueue), {})
-        ours.adopt(self.our_blocks, slab, self.kept_of, self.clock)
-        self.ours: Any = ours
+        self.ours: Any = page_aware(ours, self.our_blocks, slab, self.kept_of, self.clock)
         self.slab = slab
         self.used: set[int] = set()
         self.committed: set[int] = {0}
