@@ -1,4 +1,4 @@
-"""Decide, when vLLM is first imported, whether this process is patched."""
+"""Decide, when a target library is first imported, whether it is patched in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvcached_patch.errors import KvcachedPatchError
     from kvcached_patch.seams.check import Verdict
 
-TARGETS = ("vllm",)
+TARGETS = {"vllm": "vLLM", "tpu_inference": "tpu-inference", "maxtext": "MaxText"}
 
 _lock = threading.RLock()
 
@@ -33,43 +33,47 @@ class _ImportWatch:
     ) -> ModuleSpec | None:
         package, dot, _ = fullname.partition(".")
         if dot and package in TARGETS:
-            decide()
+            decide(package)
         return None
 
 
 _watch = _ImportWatch()
-_decision: Mode | None = None
+_decisions: dict[str, Mode] = {}
 
 
 def install() -> None:
-    """Watch for the first import of a target; the door of the ``.pth`` file. Idempotent."""
+    """Watch for the first import of each target; the door of the ``.pth`` file. Idempotent."""
     with _lock:
-        if _decision is None and _watch not in sys.meta_path:
+        if _watch not in sys.meta_path and (not _decisions or _undecided()):
             sys.meta_path.insert(0, _watch)
 
 
 def install_plugin() -> None:
     """Decide now; the door of vLLM's ``vllm.general_plugins``, which calls it in each process.
 
-    Raises what `decide` raises: vLLM treats it as fatal.
+    A target that is not imported yet is decided when it is. Raises what `decide` raises: vLLM
+    treats it as fatal.
     """
     from kvcached_patch import config
 
-    off = config.Mode.OFF
-    if _decision is not None and (config.load().mode is off) is not (_decision is off):
+    off = config.load().mode is config.Mode.OFF
+    if any(off is not (mode is config.Mode.OFF) for mode in _decisions.values()):
         _reconsider()
-    decide()
+    for package in TARGETS:
+        if package == "vllm" or package in sys.modules:
+            decide(package)
+    if not off:
+        install()
 
 
-def decide() -> None:
-    """Check every seam and patch all of them or none; done once, unless it raises.
+def decide(package: str) -> None:
+    """Check every seam of a target and patch all of them or none; done once, unless it raises.
 
     Raises ConfigError for bad settings and, in strict mode, SeamMismatch for a release whose
-    seams differ: at every import of a vLLM module, until the cause is gone.
+    seams differ: at every import of one of its modules, until the cause is gone.
     """
-    global _decision
     with _lock:
-        if _decision is not None:
+        if package in _decisions:
             return
         from kvcached_patch import config
 
@@ -78,12 +82,19 @@ def decide() -> None:
             from kvcached_patch.errors import SeamMismatch
 
             try:
-                _patch("vllm")
+                _patch(package)
             except SeamMismatch as error:
-                _refuse(error)
-        _decision = settings.mode
-        if _watch in sys.meta_path:
+                _refuse(package, error)
+        _decisions[package] = settings.mode
+        if _watch in sys.meta_path and not _undecided():
             sys.meta_path.remove(_watch)
+
+
+def _undecided() -> list[str]:
+    """The installed targets that nothing has imported so far."""
+    from importlib.util import find_spec
+
+    return [package for package in TARGETS if package not in _decisions and find_spec(package)]
 
 
 def examine(package: str) -> Verdict | None:
@@ -104,6 +115,9 @@ def _patch(package: str) -> None:
     verdict = examine(package)
     if verdict is None:
         return
+    if verdict.aside:
+        _logger().info("kvcached-patch: %s", verdict.aside)
+        return
     if verdict.problem:
         raise SeamMismatch(verdict.problem)
     version = verdict.installed.version
@@ -113,29 +127,27 @@ def _patch(package: str) -> None:
             package,
             version,
         )
-    arm(verdict.seams, version, on_conflict=_refuse)
+    arm(verdict.seams, version, on_conflict=lambda error: _refuse(package, error))
 
 
-def _refuse(error: KvcachedPatchError) -> None:
+def _refuse(package: str, error: KvcachedPatchError) -> None:
     """Raise in strict mode, now and at every later import; with ``auto`` warn and stay stock."""
-    global _decision
     from kvcached_patch import config
 
     if config.load().mode is config.Mode.AUTO:
-        _logger().warning("kvcached-patch: off, vLLM runs unpatched: %s", error)
+        _logger().warning("kvcached-patch: off, %s runs unpatched: %s", TARGETS[package], error)
         return
-    _decision = None
+    _decisions.pop(package, None)
     install()
     raise error
 
 
 def _reconsider() -> None:
-    """Forget a decision: the toggle was set or unset since, in the script."""
-    global _decision
+    """Forget all decisions: the toggle was set or unset since, in the script."""
     from kvcached_patch.seams.apply import restore
 
     restore()
-    _decision = None
+    _decisions.clear()
 
 
 def _logger() -> Logger:

@@ -65,12 +65,20 @@ def diagnose(*, live: bool = True) -> Diagnosis:
     result.add("kvcached-patch", f"{__version__} ({Path(_startup.__file__).parent})")
     mode = _toggle(result)
     _doors(result)
-    verdict = _target(result)
-    others = list(_other_plugins(verdict)) if verdict else []
-    for text in others:
-        result.add("other plugin", text, "note" if live else "problem")
-    if verdict and mode is not config.Mode.OFF and live and result.active:
-        _live(result, verdict)
+    verdicts = [
+        verdict
+        for package, label in _startup.TARGETS.items()
+        if (verdict := _target(result, package, label))
+    ]
+    for verdict in verdicts:
+        for text in _other_plugins(verdict):
+            result.add("other plugin", text, "note" if live else "problem")
+    if mode is not config.Mode.OFF and live and result.active:
+        on_vllm = [v for v in verdicts if v.statuses and v.installed.package == "vllm"]
+        if on_vllm:
+            _live_vllm(result, on_vllm[0])
+        else:
+            _live_maxtext(result, verdicts)
     return result
 
 
@@ -112,18 +120,22 @@ def _doors(result: Diagnosis) -> None:
         result.add("doors", "none is open: vLLM would run unpatched. Reinstall", "problem")
 
 
-def _target(result: Diagnosis) -> Verdict | None:
+def _target(result: Diagnosis, package: str, label: str) -> Verdict | None:
     try:
-        verdict = _startup.examine("vllm")
+        verdict = _startup.examine(package)
     except KvcachedPatchError as error:
-        result.add("vLLM", str(error), "problem")
+        result.add(label, str(error), "problem")
         return None
     if verdict is None:
-        result.add("vLLM", "not installed in this environment", "problem")
+        if package == "vllm":
+            result.add(label, "not installed in this environment", "problem")
         return None
     where = f"{verdict.installed.version} ({verdict.installed.root})"
+    if verdict.aside:
+        result.add(label, f"{where}; left as it is: {verdict.aside}")
+        return verdict
     tested = "" if verdict.tested else "; this release is untested"
-    result.add("vLLM", where + tested, "ok" if verdict.tested else "note")
+    result.add(label, where + tested, "ok" if verdict.tested else "note")
     for status in verdict.statuses:
         result.seams.append(
             {
@@ -136,10 +148,11 @@ def _target(result: Diagnosis) -> Verdict | None:
                 "found": status.found,
             }
         )
+    name = "seams" if package == "vllm" else f"seams {label}"
     if verdict.problem:
-        result.add("seams", verdict.problem, "problem")
+        result.add(name, verdict.problem, "problem")
     else:
-        result.add("seams", f"all {len(verdict.statuses)} match")
+        result.add(name, f"all {len(verdict.statuses)} match")
     return verdict
 
 
@@ -147,7 +160,8 @@ def _other_plugins(verdict: Verdict) -> Iterator[str]:
     """Distributions that hook into vLLM or into start-up and whose code names one of our seams."""
     for found in distributions():
         name = found.metadata["Name"]
-        if name == "kvcached-patch" or name.startswith("vllm"):
+        own = ("kvcached-patch", verdict.installed.package.replace("_", "-"))
+        if name in own or name.startswith("vllm"):
             continue
         hooks = any(entry.group in PLUGIN_GROUPS for entry in found.entry_points)
         files = found.files or []
@@ -173,25 +187,10 @@ def _seams_named_in(found: Distribution, verdict: Verdict) -> list[str]:
     ]
 
 
-def _live(result: Diagnosis, verdict: Verdict) -> None:
-    command = [sys.executable, "-m", "kvcached_patch.engines.vllm_probe"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    try:
-        found = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        last = (done.stderr.strip() or "no output").splitlines()[-1]
-        result.add("import of vLLM", f"failed with exit code {done.returncode}: {last}", "problem")
+def _live_vllm(result: Diagnosis, verdict: Verdict) -> None:
+    found = _probed(result, "vllm_probe", "vLLM", [verdict])
+    if found is None:
         return
-    if "refused" in found:
-        result.add("import of vLLM", found["refused"], "problem")
-        return
-    missing = [
-        status.seam.id for status in verdict.statuses if not found["applied"].get(status.seam.id)
-    ]
-    if missing:
-        result.add("import of vLLM", f"seams not in place: {', '.join(missing)}", "problem")
-    else:
-        result.add("import of vLLM", f"all {len(verdict.statuses)} seams in place")
     result.add("runner", _runner(verdict.installed.version, found["triton"]))
     pool = config.load().pool
     if pool == "auto":
@@ -202,6 +201,36 @@ def _live(result: Diagnosis, verdict: Verdict) -> None:
         f"{pool} memory for device {found['device']}" + (": expected auto or static" * wrong),
         "problem" if wrong else "ok",
     )
+
+
+def _live_maxtext(result: Diagnosis, verdicts: list[Verdict]) -> None:
+    if any(verdict.installed.package == "maxtext" for verdict in verdicts):
+        _probed(result, "maxtext_probe", "MaxText", verdicts)
+
+
+def _probed(
+    result: Diagnosis, probe: str, label: str, verdicts: list[Verdict]
+) -> dict[str, Any] | None:
+    """What a child process reports that imported the library; None if it could not."""
+    name = f"import of {label}"
+    command = [sys.executable, "-m", f"kvcached_patch.engines.{probe}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = (done.stderr.strip() or "no output").splitlines()[-1]
+        result.add(name, f"failed with exit code {done.returncode}: {last}", "problem")
+        return None
+    if "refused" in found:
+        result.add(name, found["refused"], "problem")
+        return None
+    seams = [status.seam.id for verdict in verdicts for status in verdict.statuses]
+    missing = [seam for seam in seams if not found["applied"].get(seam)]
+    if missing:
+        result.add(name, f"seams not in place: {', '.join(missing)}", "problem")
+    else:
+        result.add(name, f"all {len(seams)} seams in place")
+    return found
 
 
 def _runner(version: Version, triton: bool) -> str:

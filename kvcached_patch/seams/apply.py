@@ -43,6 +43,11 @@ class AppliedSeam:
     changes: list[_Change] = field(default_factory=list)
 
     @property
+    def package(self) -> str:
+        """The library that the seam belongs to."""
+        return self.seam.module.partition(".")[0]
+
+    @property
     def loaded(self) -> bool:
         """Whether the defining module is imported, so that the seam must be in place."""
         return self.seam.module in sys.modules
@@ -79,15 +84,16 @@ def tally() -> str:
 def arm(
     seams: Sequence[Seam], version: Version, on_conflict: Callable[[SeamMismatch], None]
 ) -> None:
-    """Wrap each seam now if its module is imported, else as soon as it is.
+    """Wrap each seam of one library now if its module is imported, else as soon as it is.
 
     Called once all seams of the release were found to match. A seam that something else already
-    wraps takes everything back and is handed to `on_conflict`, which raises or tells.
+    wraps takes all of its library back and is handed to `on_conflict`, which raises or tells.
     """
-    if _armed:
+    entries = [AppliedSeam(seam, seam.importers_in(version)) for seam in seams]
+    if {entry.package for entry in entries} & {entry.package for entry in _armed}:
         return
-    _armed.extend(AppliedSeam(seam, seam.importers_in(version)) for seam in seams)
-    for entry in tuple(_armed):
+    _armed.extend(entries)
+    for entry in entries:
         for module in (entry.seam.module, *entry.importers):
             wrapt.register_post_import_hook(_hook(entry, on_conflict), module)
 
@@ -97,29 +103,27 @@ def restore() -> None:
 
     Raises SeamMismatch, with nothing restored, if another tool has since wrapped a wrapper.
     """
-    for change in _changes():
+    for change in [change for entry in _armed for change in entry.changes]:
         if not change.in_place:
             raise SeamMismatch(
                 f"{change.where}: cannot be restored; expected our wrapper, found one of "
                 f"{_origin(vars(change.owner)[change.name])}"
             )
-    _withdraw()
+    for package in {entry.package for entry in _armed}:
+        _withdraw(package)
 
 
-def _withdraw() -> None:
-    """Put originals back wherever our wrapper still stands, and stop watching.
+def _withdraw(package: str) -> None:
+    """Put a library's originals back wherever our wrapper still stands, and stop watching it.
 
     A wrapper that another tool has wrapped stays below it, where it does nothing: the gate, which
     no such tool is known to touch, is what makes the others act.
     """
-    for change in reversed(_changes()):
+    entries = [entry for entry in _armed if entry.package == package]
+    for change in reversed([change for entry in entries for change in entry.changes]):
         if change.in_place:
             setattr(change.owner, change.name, change.original)
-    _armed.clear()
-
-
-def _changes() -> list[_Change]:
-    return [change for entry in _armed for change in entry.changes]
+    _armed[:] = [entry for entry in _armed if entry.package != package]
 
 
 def _hook(
@@ -134,7 +138,7 @@ def _hook(
             else:
                 _rebind(entry, module)
         except SeamMismatch as error:
-            _withdraw()
+            _withdraw(entry.package)
             on_conflict(error)
 
     return apply
@@ -144,7 +148,7 @@ def _wrap(entry: AppliedSeam, module: ModuleType) -> None:
     owner, name = _resolve(module, entry.seam)
     original = vars(owner)[name]
     origin = _origin(original)
-    if origin.partition(".")[0] != entry.seam.module.partition(".")[0]:
+    if origin.partition(".")[0] != entry.package:
         raise SeamMismatch(
             f"seam {entry.seam.id} ({entry.seam.target}): wrapped by {origin}; "
             "expected the library's own function. Switch one of the two off"

@@ -41,12 +41,16 @@ class SeamStatus:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The decision for all seams of one library; `problem` is the reason to refuse, or ''."""
+    """The decision for all seams of one library.
+
+    problem: the reason to refuse, or ''. aside: the reason to leave the library as it is, or ''.
+    """
 
     installed: Installed
     statuses: tuple[SeamStatus, ...]
     tested: bool
     problem: str
+    aside: str = ""
 
     @property
     def seams(self) -> tuple[Seam, ...]:
@@ -93,6 +97,8 @@ def read_version(package: str, root: Path) -> Version:
 def check(manifest: Manifest, installed: Installed) -> Verdict:
     """Compare every seam of the installed release before anything is patched."""
     version = installed.version
+    if aside := _aside(manifest, version):
+        return Verdict(installed, (), manifest.is_tested(version), "", aside)
     statuses = tuple(_check_seam(seam, installed) for seam in manifest.seams_in(version))
     problem = ""
     if not covers(manifest.supported, version) or not statuses:
@@ -107,6 +113,14 @@ def check(manifest: Manifest, installed: Installed) -> Verdict:
             for s in bad
         )
     return Verdict(installed, statuses, manifest.is_tested(version), problem)
+
+
+def _aside(manifest: Manifest, version: Version) -> str:
+    if manifest.right is not None and covers(manifest.right, version):
+        return f"{manifest.package} {version} needs no patch"
+    if manifest.displaced_by and importlib.util.find_spec(manifest.displaced_by):
+        return f"{manifest.displaced_by} is installed and runs in the place of {manifest.package}"
+    return ""
 
 
 def _check_seam(seam: Seam, installed: Installed) -> SeamStatus:

@@ -78,13 +78,16 @@ class Manifest:
     """All seams of one target library.
 
     package: its import name. supported: releases the seams are written for. tested: releases
-    they were run against.
+    they were run against. right: releases that need no patch. displaced_by: a package whose
+    presence means that this library's patched parts do not run.
     """
 
     package: str
     supported: SpecifierSet
     tested: tuple[str, ...]
     seams: tuple[Seam, ...]
+    right: SpecifierSet | None = None
+    displaced_by: str = ""
 
     def seams_in(self, version: Version) -> tuple[Seam, ...]:
         """The seams that this release must have."""
@@ -137,6 +140,8 @@ def parse_manifest(text: str, source: str) -> Manifest:
         package=target.text("package"),
         supported=target.versions("supported"),
         tested=tuple(tested),
+        right=target.versions("right") if "right" in target else None,
+        displaced_by=target.text("displaced_by") if "displaced_by" in target else "",
         seams=tuple(
             _seam(_Table(f"{source} [[seam]] {n}", entry))
             for n, entry in enumerate(entries, start=1)
@@ -204,6 +209,9 @@ class _Table:
         self.where = where
         self._data = dict(data)
         self._used: list[str] = []
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._data
 
     def take(self, key: str, kind: type, default: Any = None) -> Any:
         value = self._data.pop(key, default)

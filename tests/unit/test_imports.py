@@ -31,6 +31,8 @@ ALLOWED = {
     "seams.check": "core errors seams packaging",
     "_startup": "config seams ledger core errors wrapt",
     "engines": "pool ledger seams memory core config errors torch vllm",
+    "engines.maxtext": "jax seams errors packaging",
+    "engines.tpu_inference": "jax flax tpu_inference vllm",
     "jax": "core errors jax",
     "doctor": "_startup config seams errors packaging",
     "cli": "doctor cli_ledger ledger config errors",

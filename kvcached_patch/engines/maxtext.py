@@ -1,0 +1,159 @@
+"""The seams of MaxText's vLLM adapter: decoders get their caches by layer, live."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from kvcached_patch import __version__
+from kvcached_patch.engines.arguments import named
+from kvcached_patch.errors import LayerPlanError, SeamMismatch
+from kvcached_patch.jax import scan
+from kvcached_patch.jax.index_map import IndexMap, resolve
+from kvcached_patch.jax.layer_caches import LayerCaches
+from kvcached_patch.seams.apply import tally
+from kvcached_patch.seams.check import locate
+from kvcached_patch.seams.manifest import covers
+
+logger = logging.getLogger("vllm.kvcached_patch")
+
+# Decoders with GDN layers, and the tpu-inference that each MaxText can run them on: 0.2.3 imports
+# a name that 0.27 dropped, 0.2.4 calls a private function whose arguments changed in 0.30.
+HYBRID = ("qwen3_next", "qwen3_5")
+HYBRID_PAIRS = {"<0.2.4": "<0.27", ">=0.2.4,<0.2.5": ">=0.27,<0.30", ">=0.2.5": ">=0.30"}
+
+Call = Callable[..., Any]
+
+
+def call(wrapped: Call, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``MaxTextForCausalLM.__call__`` before 0.2.5: the map is the third of the ignored arguments.
+
+    They are embeddings, positions and the map, as tpu-inference's runner passes them.
+    """
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    ignored = bound.arguments.get("args", ())
+    return _serve(wrapped, model, bound, ignored[2] if len(ignored) > 2 else None)
+
+
+def call_mapped(wrapped: Call, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``MaxTextForCausalLM.__call__`` from 0.2.5: it gets no map, since the view is the map."""
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    index_map = bound.arguments.get("_layer_name_to_kvcache_index")
+    if index_map is not None:
+        bound.arguments["_layer_name_to_kvcache_index"] = None
+    return _serve(wrapped, model, bound, index_map)
+
+
+def _serve(
+    wrapped: Call, model: Any, bound: inspect.BoundArguments, index_map: IndexMap | None
+) -> Any:
+    """Caches by layer in, the runner's own order out; without caches it is a dry run."""
+    arguments = bound.arguments
+    caches, metadata = arguments["kv_caches"], arguments["attention_metadata"]
+    if not caches:
+        arguments["kv_caches"] = None
+        _, *rest = wrapped(*bound.args, **bound.kwargs)
+        return caches, *rest
+    if metadata is None:
+        raise LayerPlanError("no attention metadata with these KV caches: no layer would attend")
+    slots = resolve(index_map, len(caches)) or tuple(range(len(caches)))
+    if isinstance(metadata, Mapping):
+        by_slot = _by_slot(metadata, slots)
+        arguments["attention_metadata"] = {
+            f"layer.{layer}": by_slot[slot] for layer, slot in enumerate(slots)
+        }
+        caches = [_supply(cache, by_slot.get(slot)) for slot, cache in enumerate(caches)]
+    view = arguments["kv_caches"] = LayerCaches(caches, slots)
+    returned, *rest = wrapped(*bound.args, **bound.kwargs)
+    missing = view.unwritten()
+    if returned is not view or missing:
+        config = model.maxtext_config
+        raise LayerPlanError(
+            f"MaxText's decoder {config.decoder_block.value} (scan_layers: {config.scan_layers}) "
+            + (f"updated no KV cache of layers {missing}" if missing else "replaced the list")
+            + f"; expected it to update those of its {len(view)} layers in place"
+        )
+    return [c.cache if isinstance(c, scan.Supply) else c for c in view.by_slot()], *rest
+
+
+def _by_slot(metadata: Mapping[str, Any], slots: Sequence[int]) -> dict[int, Any]:
+    """Each slot's attention metadata, given that of its layers' groups.
+
+    A layer that shares another one's slot is in no group: it takes its target's.
+    """
+    found = {
+        slot: metadata[name]
+        for layer, slot in enumerate(slots)
+        if (name := f"layer.{layer}") in metadata
+    }
+    for layer, slot in enumerate(slots):
+        if slot not in found:
+            raise LayerPlanError(
+                f"no attention metadata for layer.{layer} or a layer that shares its slot {slot}; "
+                f"found some for {', '.join(metadata)}"
+            )
+    return found
+
+
+def _supply(cache: Any, metadata: Any) -> Any:
+    """An attention layer's cache with its own metadata: not every decoder tells groups apart.
+
+    States of a GDN layer are a tuple; such layers find their group by name.
+    """
+    return cache if isinstance(cache, tuple) else scan.Supply(cache, metadata)
+
+
+def apply_layers(wrapped: Call, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``NNXDecoder._apply_layers_sequentially``, where it is given the caches layer by layer.
+
+    A decoder that groups them by block itself hands over tuples: that is right as it is.
+    """
+    caches = kwargs.get("kv_caches_stacked")
+    if not isinstance(caches, LayerCaches):
+        return wrapped(*args, **kwargs)
+
+    def apply(blocks: list[Any]) -> Any:
+        return wrapped(*args, **{**kwargs, "kv_caches_stacked": blocks})
+
+    layers = named(wrapped, args, kwargs)["layers"]
+    return scan.apply_layers(
+        apply, layers, caches, kwargs["length"], kwargs.get("attention_metadata")
+    )
+
+
+def attend(wrapped: Call, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``Attention.forward_serve_vllm``: inside a scanned block, on the layer's own cache."""
+    arguments = named(wrapped, args, kwargs)
+    cache, metadata = arguments.pop("rpa_kv_cache"), arguments.pop("rpa_metadata")
+    return scan.attend(partial(wrapped, *arguments.values()), cache, metadata)
+
+
+def configure(wrapped: Call, instance: None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``generate_maxtext_config``, called once for each model: say what is in force.
+
+    Raises SeamMismatch for a pair of releases that cannot run the model, naming one that can.
+    """
+    config = wrapped(*args, **kwargs)
+    maxtext, runner = locate("maxtext"), locate("tpu_inference")
+    assert maxtext is not None, "it is imported"
+    assert runner is not None, "it is imported"
+    wanted = next(v for k, v in HYBRID_PAIRS.items() if covers(SpecifierSet(k), maxtext.version))
+    block = config.decoder_block.value
+    if block in HYBRID and not covers(SpecifierSet(wanted), runner.version):
+        raise SeamMismatch(
+            f"MaxText {maxtext.version} cannot serve {block} on tpu-inference {runner.version}; "
+            f"expected tpu-inference {wanted}, or MaxText 0.2.5 on tpu-inference >=0.30"
+        )
+    logger.info(
+        "kvcached-patch %s active: MaxText %s on tpu-inference %s, seams applied: %s",
+        __version__,
+        maxtext.version,
+        runner.version,
+        tally(),
+    )
+    return config

@@ -1,0 +1,1 @@
+"""KV caches of JAX models, by layer, whatever the order the runner keeps them in."""

@@ -1,0 +1,1 @@
+"""MaxText served by tpu-inference on CPU JAX: tiny models, stand-ins for the TPU kernels."""

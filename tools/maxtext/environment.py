@@ -1,0 +1,29 @@
+"""What must be set before JAX, vLLM or MaxText are imported."""
+
+from __future__ import annotations
+
+import os
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "NEW_MODEL_DESIGN": "1",  # tpu-inference's mesh with the axes that MaxText names
+    "TPU_BACKEND_TYPE": "jax",
+    # Nobody is asked what TPU this is.
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v6e-1",
+    "TPU_WORKER_ID": "0",
+    "TPU_NAME": "none",
+    "HF_HUB_OFFLINE": "1",
+    # Two devices, to show sharding; code is compiled fast rather than made fast.
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true",
+}
+
+
+def prepare(toggle: str) -> None:
+    """Set it, and whether MaxText is patched, in this process and its children."""
+    os.environ.update(ENVIRONMENT, KVCACHED_PATCH=toggle)
+    if toggle == "1":
+        from kvcached_patch import _startup
+
+        _startup.install()
