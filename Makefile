@@ -1,20 +1,27 @@
-# make demo · make test · make matrix · make lint · make overhead
+# make demo · make test · make matrix · make bench · make lint · make overhead
+# make jax · make demo-maxtext (MaxText, not finished)
 #
 # Every target builds the virtual environments it needs (tools/venv.py; PYTHON chooses the Python).
 # A lane is the list of test files in manifests/tests/LANE.txt.
 
 VLLM   ?= 0.32.0
 MATRIX ?= 0.24.0 0.28.0 0.32.0
+MAXTEXT ?= 0.2.3 0.2.4
+TPU     ?= 0.27.0 0.28.0
 
 PYTHON3 := $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 DEV      = .venvs/dev
 ENGINE   = .venvs/vllm-$(VLLM)
+JAX      = .venvs/jax
 lane     = -m pytest -q --durations=5 $$(cat manifests/tests/$(1).txt)
 
-.PHONY: demo test unit engine matrix lint overhead dev
+.PHONY: demo demo-maxtext test unit engine jax matrix lint bench overhead dev venv-jax
 
 demo: venv-$(VLLM)
 	@$(ENGINE)/bin/python -m tools.demo
+
+demo-maxtext: venv-jax
+	@$(JAX)/bin/python -m tools.demo_maxtext
 
 test: unit engine
 
@@ -23,6 +30,17 @@ unit: dev
 
 engine: venv-$(VLLM)
 	$(ENGINE)/bin/python $(call lane,engine)
+
+jax: jax-newest $(addprefix jax-maxtext-,$(MAXTEXT)) $(addprefix jax-tpu-,$(TPU))
+
+jax-newest: venv-jax
+	$(JAX)/bin/python $(call lane,jax)
+
+jax-maxtext-%: venv-jax
+	PYTHONPATH=$(JAX)/releases/maxtext-$* $(JAX)/bin/python -m pytest -q tests/jax/test_models.py
+
+jax-tpu-%: venv-jax
+	PYTHONPATH=$(JAX)/releases/tpu-inference-$* $(JAX)/bin/python -m pytest -q tests/jax/test_sharding.py
 
 matrix: $(addprefix matrix-,$(MATRIX))
 
@@ -34,11 +52,20 @@ lint: dev
 	$(DEV)/bin/ruff format --check .
 	$(DEV)/bin/mypy
 
+BENCHMARKS = reclaim fragmentation scheduling overhead colocation
+
+bench: dev venv-$(VLLM)
+	@for name in $(BENCHMARKS); do $(ENGINE)/bin/python -m bench.$$name || exit; done
+	@$(DEV)/bin/python -m bench.figure
+
 overhead: venv-$(VLLM)
 	@$(ENGINE)/bin/python -m tools.overhead
 
 dev:
 	@$(PYTHON3) tools/venv.py dev $(DEV)
+
+venv-jax:
+	@$(PYTHON3) tools/venv.py jax $(JAX)
 
 venv-%:
 	@$(PYTHON3) tools/venv.py vllm $* .venvs/vllm-$*

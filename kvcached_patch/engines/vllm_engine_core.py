@@ -68,14 +68,15 @@ def _divide(executor: Any, kv_cache_config: Any, reports: list[dict[str, Any]]) 
 
     Raises ConfigError for bounds that cannot be kept.
     """
-    if not all(found["min_slab_blocks"] for found in reports):
+    rigid = _rigid(executor, reports)
+    if rigid is not None:
         settings = config.load()
         if any(found["ranges"] for found in reports):
             for name, value in ((config.LIMIT, settings.limit), (config.BUDGET, settings.budget)):
                 if value is not None:
                     raise ConfigError(
-                        f"{name}={config.raw(name)!r}: this engine's memory "
-                        f"({reports[0]['pool']}) cannot be given back in parts; expected no bound"
+                        f"{name}={config.raw(name)!r}: this engine's memory ({rigid}) cannot be "
+                        "given back in parts; expected no bound"
                     )
         agree(None)
         return
@@ -92,6 +93,21 @@ def _divide(executor: Any, kv_cache_config: Any, reports: list[dict[str, Any]]) 
     )
     executor.collective_rpc(divide, args=(slab_blocks,))
     agree(geometry, join(geometry))
+
+
+def _rigid(executor: Any, reports: list[dict[str, Any]]) -> str | None:
+    """Why the workers' memory cannot follow the load; None if it can."""
+    # Ray's older executor, the default of no release and gone in 0.33, lets its workers run the
+    # model without Worker.execute_model (v1/executor/ray_utils.py): no plan would reach them.
+    if any(cls.__module__ == "vllm.v1.executor.ray_executor" for cls in type(executor).__mro__):
+        logger.warning(
+            "kvcached-patch: memory once touched stays committed: Ray's older executor passes no "
+            "plans on; set VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1"
+        )
+        return "under Ray's older executor"
+    if not all(found["min_slab_blocks"] for found in reports):
+        return str(reports[0]["pool"])
+    return None
 
 
 def _blocks_of_longest(vllm_config: Any, kv_cache_config: Any, found: dict[str, Any]) -> int:
