@@ -17,6 +17,8 @@ Job keys (only `model` is required):
 - `probe`: "module:function" strings, called with the worker in every worker after the last
   generation; with `probe_each` also before the first and after each generation.
 - `front_probe`: the same, called without an argument in the front-end process at the end.
+- `call`: a "module:function" string; called with the job instead of all this, its return value is
+  the result. It can make engines with `make_engine` and question their workers with `probe`.
 
 Result keys: `tokens` and `logprobs` (of the chosen tokens), or `embeddings`, one list per prompt,
 all generations joined in order; `calls` (prompts in each generation); `probes` (per name, a list
@@ -121,29 +123,41 @@ def run_engine(job: Job) -> Result:
     """Run the job in this process."""
     for key, value in ENV_DEFAULTS.items():
         os.environ.setdefault(key, value)
+    if "call" in job:
+        called: Result = _resolve(job["call"])(job)
+        return called
     started = time.perf_counter()
+    importlib.import_module("vllm")
+    imported = time.perf_counter()
+    llm = make_engine(job)
+    result: Result = {
+        "pid": os.getpid(),
+        "versions": _versions(),
+        "settings": _settings(job),
+        "import_s": imported - started,
+        "init_s": time.perf_counter() - imported,
+    }
+    result |= _generate(llm, job)
+    result["probes"] = probe(llm, job)
+    result["front_probes"] = {name: _resolve(name)() for name in job.get("front_probe", [])}
+    return result
+
+
+def make_engine(job: Job) -> Any:
+    """The job's `vllm.LLM`."""
     import vllm
 
-    imported = time.perf_counter()
+    return vllm.LLM(**_settings(job))
+
+
+def _settings(job: Job) -> dict[str, Any]:
     settings = {**ENGINE_DEFAULTS, "model": str(job["model"])}
     if not any(Path(job["model"]).glob("*.safetensors")):
         settings["load_format"] = "dummy"
     if job.get("method") == "embed":
         # vLLM builds every pooling task's processor up front, and one of them wants a tokenizer.
         settings |= {"runner": "pooling", "skip_tokenizer_init": False}
-    settings |= job.get("engine", {})
-    llm = vllm.LLM(**settings)
-    result: Result = {
-        "pid": os.getpid(),
-        "versions": _versions(),
-        "settings": settings,
-        "import_s": imported - started,
-        "init_s": time.perf_counter() - imported,
-    }
-    result |= _generate(llm, job)
-    result["probes"] = _probe(llm, job)
-    result["front_probes"] = {name: _resolve(name)() for name in job.get("front_probe", [])}
-    return result
+    return settings | job.get("engine", {})
 
 
 def _generate(llm: Any, job: Job) -> Result:
@@ -154,7 +168,7 @@ def _generate(llm: Any, job: Job) -> Result:
     seconds: list[float] = []
     each: list[Any] = []
     if job.get("probe_each"):
-        each.append(_probe(llm, job))
+        each.append(probe(llm, job))
     for batch in batches * job.get("rounds", 1):
         prompts = [{"prompt_token_ids": list(ids)} for ids in batch]
         start = time.perf_counter()
@@ -165,13 +179,13 @@ def _generate(llm: Any, job: Job) -> Result:
         seconds.append(time.perf_counter() - start)
         calls.append(len(prompts))
         if job.get("probe_each"):
-            each.append(_probe(llm, job))
+            each.append(probe(llm, job))
     result: Result = {"calls": calls, "generate_s": seconds}
     if embed:
         result["embeddings"] = [list(output.outputs.embedding) for output in outputs]
     else:
         result["tokens"] = [list(output.outputs[0].token_ids) for output in outputs]
-        result["logprobs"] = [_chosen_logprobs(output.outputs[0]) for output in outputs]
+        result["logprobs"] = [chosen_logprobs(output.outputs[0]) for output in outputs]
     result["output_tokens"] = sum(len(ids) for ids in result.get("tokens", []))
     if each:
         result["probes_each"] = each
@@ -197,14 +211,16 @@ def _sampling_params(job: Job) -> Any:
     return SamplingParams(**{**SAMPLING_DEFAULTS, **job.get("sampling", {})})
 
 
-def _chosen_logprobs(completion: Any) -> list[float] | None:
+def chosen_logprobs(completion: Any) -> list[float] | None:
+    """The chosen tokens' log-probabilities, if they were asked for."""
     if completion.logprobs is None:
         return None
     pairs = zip(completion.token_ids, completion.logprobs, strict=True)
     return [float(candidates[token].logprob) for token, candidates in pairs]
 
 
-def _probe(llm: Any, job: Job) -> dict[str, list[Any]]:
+def probe(llm: Any, job: Job) -> dict[str, list[Any]]:
+    """What each worker answers to the job's probes."""
     return {name: llm.collective_rpc(_resolve(name)) for name in job.get("probe", [])}
 
 

@@ -54,7 +54,7 @@ def write_model(name: str, out_dir: Path) -> Path:
     stamp_file.unlink(missing_ok=True)
     shapes = _SHAPES.get(config["model_type"])
     if shapes is not None:
-        _replace(target / "model.safetensors", _safetensors(dict(shapes(config)), config))
+        _replace(target / "model.safetensors", safetensors(dict(shapes(config)), config))
     _replace(target / "config.json", text.encode())
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast"}
     _replace(target / "tokenizer_config.json", json.dumps(tokenizer_config).encode())
@@ -89,7 +89,8 @@ def _replace(path: Path, data: bytes) -> None:
     part.replace(path)
 
 
-def _safetensors(shapes: dict[str, Shape], config: Config) -> bytes:
+def safetensors(shapes: dict[str, Shape], config: Config) -> bytes:
+    """The bytes of a file of seeded weights."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     body = bytearray()
     for name, shape in shapes.items():

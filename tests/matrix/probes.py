@@ -28,6 +28,12 @@ def _kv_resident() -> int:
     return max(found)[1]
 
 
+def kv_caches(pid: int) -> list[tuple[int, int]]:
+    """Reserved and resident bytes of each KV cache of these bytes or more, below a process."""
+    found = [mapping for child in _descendants(pid) for mapping in _mappings(child)]
+    return [(size, resident) for size, resident in found if size >= 1 << 30]
+
+
 def _mappings(pid: int) -> Iterator[tuple[int, int]]:
     """Length and resident bytes of a process's MAP_NORESERVE mappings."""
     size = resident = 0

@@ -1,0 +1,80 @@
+"""Two jobs that call the same scene, stock and patched, and what they found."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from tests.parity import OUT, REPORT, Run, run
+from tools.tiny_lora import write_adapter
+from tools.tiny_model import write_model
+
+# One thread for each worker: the same sums in every run, on any machine, and the two jobs do not
+# wait for each other's threads.
+ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",
+    "PYTHONHASHSEED": "0",  # which seeds the hashes of blocks
+}
+
+
+class Pair(NamedTuple):
+    """A stock and a patched run of a scene."""
+
+    stock: Run
+    patched: Run
+
+    def same(self, engine: str, mode: str, *, timed: bool = False) -> list[dict[str, Any]]:
+        """Stock's batches of this mode, after proof that the patched ones are the same.
+
+        Also that the patched engine was elastic, and was given all of its memory back in between.
+        timed: what is scheduled together depends on the clock, and with it how sums are rounded.
+        """
+        stock, patched = (each.result[engine]["modes"][mode] for each in self)
+        assert len(patched) == len(stock)
+        batches = []
+        for ours, theirs in zip(patched, stock, strict=True):
+            if "tokens" not in theirs:
+                self._emptied(ours, theirs)
+            elif timed:
+                assert ours["tokens"] == theirs["tokens"]
+                batches.append(theirs)
+            else:
+                assert ours == theirs
+                assert not theirs.get("leaked")
+                batches.append(theirs)
+        for report in self.reports(engine):
+            assert report["pool"] == "host"
+            assert report["min_slab_blocks"] >= 1, "not elastic"
+        distinct = [len(set(tokens)) for batch in batches for tokens in batch["tokens"]]
+        assert min(distinct) > 5, "outputs hardly vary"
+        return batches
+
+    def reports(self, engine: str) -> list[dict[str, Any]]:
+        """What each worker of the patched engine says it bound."""
+        found: list[dict[str, Any]] = self.patched.result[engine]["probes"][REPORT]
+        return found
+
+    @staticmethod
+    def _emptied(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+        assert ours["reset"]
+        assert theirs["reset"]
+        assert ours["reserved_bytes"] == theirs["reserved_bytes"] == theirs["resident_bytes"]
+        assert ours["resident_bytes"] <= ours["reserved_bytes"] / 4, "memory was not given back"
+
+
+def pair(case: str, scene: str, **env: str) -> Pair:
+    """Run a scene on stock and on patched vLLM at the same time."""
+    names = ("llama", "llama_draft", "gemma3n")
+    models = {name: write_model(name, OUT / "models") for name in names}
+    adapter = write_adapter(models["llama"], OUT / "models" / "llama_lora")
+    job = {
+        "call": scene,
+        "models": {name: str(path) for name, path in models.items()},
+        "adapter": str(adapter),
+        "env": {**ENVIRONMENT, **env},
+    }
+    with ThreadPoolExecutor(2) as threads:
+        jobs = [{**job, "patched": on, "elastic": on} for on in (False, True)]
+        return Pair(*threads.map(lambda job: run(case, "llama", **job), jobs))
