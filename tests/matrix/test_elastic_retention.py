@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 from packaging.version import Version
+from vllm.v1.metrics.stats import PrefixCacheStats
 
+from kvcached_patch import config
+from kvcached_patch.ledger import Ledger, ledger_path
 from tests.bare import VERSION, stock
 from tests.slots import Setup
 from tests.steps import Engine, Make, assert_drained, committed, engine_apart, pool_of, prompt
@@ -168,3 +171,17 @@ def test_watched_blocks_stay_until_vllm_lets_them_go(make: Make) -> None:
     assert sorted(told) == sorted(ids)
     engine.plan_idle()
     assert_drained(engine)
+
+
+def test_the_hit_rate_that_vllm_counts_is_published(make: Make) -> None:
+    engine = make(AHEAD, "all")
+    manager = engine.scheduler.kv_cache_manager
+    engine.scheduler.log_stats = manager.log_stats = True  # as in `vllm serve`
+    manager.prefix_cache_stats = PrefixCacheStats()
+    assert hits(engine, TEXTS[0]) == 0
+    assert [hits(engine, TEXTS[0]) for _ in range(2)] == [HIT, HIT]
+    engine.quiet(1.0)
+    engine.plan_idle()
+    (record,) = Ledger(ledger_path(config.ledger_dir(), "host")).engines()
+    assert (record.queries, record.hits) == (3 * LENGTH, 2 * HIT)
+    assert record.hit_rate == pytest.approx(2 * HIT / (3 * LENGTH))
