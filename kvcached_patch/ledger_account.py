@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 from array import array
+from collections.abc import Callable
 
-from kvcached_patch.core.shares import fair_shares
+from kvcached_patch.core.shares import fair_shares, shares_with_caches
 from kvcached_patch.core.sizes import MOST_BYTES
 from kvcached_patch.errors import LedgerError
 from kvcached_patch.ledger_file import (
@@ -106,6 +107,8 @@ class Account:
                     f"{self.name}: release of {nbytes} bytes; expected at most the"
                     f" {self.committed} that it holds"
                 )
+            if any(table.get(slot, Field.WANTED) for slot in table.live()):
+                table.changed()  # shares are larger now
             self._put(table, Field.COMMITTED, self.committed - nbytes)
 
     def hold(self, nbytes: int) -> None:
@@ -150,6 +153,17 @@ class Account:
         engines hold plus want; a max-min fair share when it does not. That is never more than this
         engine holds plus wants: one that is to grow then has to say so with `want` first.
         """
+        return self._bound(lambda total, demands, limits, _: fair_shares(total, demands, limits))
+
+    def keep(self) -> int | None:
+        """Bytes that this engine may hold now, its prefix cache counted in.
+
+        What `share` is while the budget covers what all engines hold plus want. When it does not,
+        all that is in use or wanted goes before what only a prefix cache keeps, whoever holds it.
+        """
+        return self._bound(shares_with_caches)
+
+    def _bound(self, divide: Callable[..., list[int]]) -> int | None:
         with self._open() as table:
             self._find(table)
         limit = self._row[Field.LIMIT]
@@ -162,8 +176,9 @@ class Account:
         if sum(map(min, demands, limits)) <= total:
             return min(limit or total, total)
         if self._reaped(table):
-            return self.share()
-        return fair_shares(total, demands, limits)[live.index(self._slot)]
+            return self._bound(divide)
+        caches = [min(table.get(i, Field.CACHED), table.get(i, Field.COMMITTED)) for i in live]
+        return divide(total, demands, limits, caches)[live.index(self._slot)]
 
     def publish(
         self,

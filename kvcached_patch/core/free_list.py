@@ -138,13 +138,14 @@ class PageAwareQueue(_LinkedQueue):
         """Take n blocks, which must be free."""
         assert self.num_free_blocks >= n
         self.num_free_blocks -= n
+        if self._loose:
+            self._file()
         if n == 1:
             slab = self._open or self._choose(1)
             if slab is None:
                 return self._take_kept(1)
             self._open = slab
             return [slab.pop()]
-        self._file()
         taken: list[Any] = []
         empty = self._empty
         while empty and n >= self.slab_blocks:
@@ -261,7 +262,6 @@ class PageAwareQueue(_LinkedQueue):
             if len(slab) >= n:
                 return slab
             self._loosen(slab)
-        if self._loose:
             self._file()
         while self._empty or self._piled:
             enough = self._piled >> n << n

@@ -22,3 +22,21 @@ def fair_shares(budget: int, demands: Sequence[int], limits: Sequence[int | None
             return [min(each, level) for each in wanted]
         left -= demand
     return wanted
+
+
+def shares_with_caches(
+    budget: int, demands: Sequence[int], limits: Sequence[int], caches: Sequence[int]
+) -> list[int]:
+    """What each may hold of its demand if `caches` bytes of it only wait to be used again.
+
+    What is in use or wanted comes first; what that leaves of the budget is for the caches. Both
+    are divided by `fair_shares`.
+    """
+    needs = [demand - cache for demand, cache in zip(demands, caches, strict=True)]
+    needs = fair_shares(budget, needs, limits)
+    rests = [
+        min(demand, limit) - need
+        for demand, limit, need in zip(demands, limits, needs, strict=True)
+    ]
+    kept = fair_shares(budget - sum(needs), list(map(min, rests, caches)), limits)
+    return [need + cache for need, cache in zip(needs, kept, strict=True)]

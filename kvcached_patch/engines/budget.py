@@ -58,6 +58,8 @@ class Budget:
         self._least = geometry.least_slabs
         self._generation = -2
         self.fair: int | None = None  # slabs, as the ledger had it when `share` last asked
+        self.keep: int | None = None  # the same for what the prefix cache may add to
+        self.cached: Callable[[], int] = lambda: 0  # bytes that only the prefix cache keeps
         self._wanted = 0
         self._faulty = False
         self.held = 0
@@ -77,7 +79,10 @@ class Budget:
         if generation != self._generation:
             self._generation = generation
             share = self._ask(lambda account: account.share(), None)
+            self._ask(lambda account: account.publish(cached=self.cached()), None)
+            keep = self._ask(lambda account: account.keep(), None)
             self.fair = None if share is None else share // self._slab_bytes
+            self.keep = None if keep is None else keep // self._slab_bytes
         return self.bound
 
     @property

@@ -13,7 +13,7 @@ from kvcached_patch.engines.vllm_scheduler import Elastic, elastic_of
 from kvcached_patch.engines.vllm_worker import apply_idle_plan
 
 # How soon the engine may notice, once quiet, that something has become due.
-TICK_SECONDS = 0.25
+TICK_SECONDS = 0.05
 
 
 class IdleWatch:

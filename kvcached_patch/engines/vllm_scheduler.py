@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
@@ -63,6 +63,8 @@ class Elastic:
             time.monotonic,
         )
         self.budget = budget
+        budget.cached = lambda: self.queue.kept_count * geometry.block_bytes
+        self._lacking = 0  # slabs, while requests wait
         # Slabs that plans released which some worker may not have carried out yet, oldest first:
         # a plan's releases are in force when the next one is applied (P2).
         self._freed = deque([0] * geometry.in_flight)
@@ -88,10 +90,11 @@ class Elastic:
         """After a step was scheduled, or failed: free means again what vLLM means by it."""
         vars(self._pool).pop("get_num_free_blocks", None)
 
-    def plan(self, *, quiet: bool = False) -> Plan:
+    def plan(self, *, quiet: bool = False, waiting: Iterable[Any] = ()) -> Plan:
         """Evict what has outlived its retention, obey limits, and say what changed.
 
-        quiet: no step goes with the plan, and none is to be expected.
+        quiet: no step goes with the plan, and none is to be expected. waiting: vLLM's requests
+        that this step left waiting, the first one first.
         """
         if quiet:
             self.budget.share()
@@ -101,16 +104,16 @@ class Elastic:
             self._hits.note(self._manager.prefix_cache_stats)
         if self.queue.kept_count:
             self._evict()
-        fair = self.budget.fair
+        keep = self.budget.keep
         yields = self._missed and self.budget.must_yield
-        over = fair is not None and (yields or self._backed > fair)
+        over = keep is not None and (yields or self._backed > keep)
         if over:
-            self._shed(0 if yields else fair or 0)
+            self._shed(0 if yields else keep or 0)
         plan = self.queue.take_plan(0.0 if over else LINGER_SECONDS)
         self._freed.append(len(plan.release))
         self._freed.popleft()
-        if not self._missed:
-            self.budget.want(0)
+        self._lacking = self._lack(waiting) if self._missed else 0
+        self.budget.want(self._lacking)
         self._settle(spare=0 if quiet or self._missed else SPARE_SLABS)
         self._missed = False
         return plan
@@ -188,7 +191,7 @@ class Elastic:
             return False
         for count in (min(slabs, missing), 1):
             # Under shortage a share covers what is held and wanted: the wish comes first.
-            self.budget.want(count)
+            self.budget.want(max(count, self._lacking))
             share = self.budget.share()
             if share is not None and self._backed + room + count > share:
                 continue
@@ -196,8 +199,18 @@ class Elastic:
                 self.queue.room = room + count
                 return True
         self._missed = True
-        self.budget.want(min(max(slabs, SPARE_SLABS), missing))
         return False
+
+    def _lack(self, waiting: Iterable[Any]) -> int:
+        """Slabs that the waiting requests would take, as far as the pool has them."""
+        most = max(self.queue.slabs - self.queue.committed - (self.queue.room or 0), 0)
+        groups = self._manager.kv_cache_config.kv_cache_groups
+        blocks = 0
+        for request in waiting:
+            blocks += sum(-(-request.num_tokens // g.kv_cache_spec.block_size) for g in groups)
+            if blocks >= most * self.queue.slab_blocks:
+                break
+        return min(max(-(-blocks // self.queue.slab_blocks), SPARE_SLABS), most)
 
     def _settle(self, spare: int) -> None:
         """Bring room and ledger in line with what is committed.
@@ -329,6 +342,6 @@ def schedule(
         output = wrapped(*args, **kwargs)
     finally:
         elastic.end()
-    setattr(output, PLAN, elastic.plan())
+    setattr(output, PLAN, elastic.plan(waiting=scheduler.waiting))
     elastic.publish()
     return output

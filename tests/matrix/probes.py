@@ -29,7 +29,7 @@ def _kv_resident() -> int:
 
 
 def kv_caches(pid: int) -> list[tuple[int, int]]:
-    """Reserved and resident bytes of each KV cache of these bytes or more, below a process."""
+    """Reserved and resident bytes of each KV cache of a GiB or more, of all processes below one."""
     found = [mapping for child in _descendants(pid) for mapping in _mappings(child)]
     return [(size, resident) for size, resident in found if size >= 1 << 30]
 

@@ -200,6 +200,31 @@ def test_cached_blocks_give_way_to_what_others_want(make: Make) -> None:
     other.close()
 
 
+@pytest.mark.parametrize("requests", [2, 6])
+def test_the_cache_of_an_idle_engine_is_no_claim_on_the_budget(make: Make, requests: int) -> None:
+    """Neither what it keeps beyond its fair share nor what it keeps within it."""
+    setup = KINDS["one batch at a time"]
+    set_total(SLABS)
+    idle, busy = make(setup, retain="all"), make(setup, retain="all")
+    add(idle, requests, length=48, tokens=40)
+    idle.drain()
+    idle.quiet(1.0)
+    kept = committed(idle)
+    assert kept > 8
+    add(busy, 60, seed=3, tokens=60)
+    most = 0
+    for _ in range(60):
+        busy.step()
+        assert idle.elastic is not None
+        if idle.elastic.budget.changed:  # which wakes a quiet EngineCore
+            idle.plan_idle()
+        assert committed(idle) + committed(busy) <= SLABS
+        most = max(most, committed(busy))
+    assert most > 0.9 * SLABS
+    busy.drain()
+    busy.check_answers()
+
+
 @SETUPS
 def test_an_engine_that_wakes_gets_its_share_from_a_busy_one(make: Make, setup: Setup) -> None:
     set_total(SLABS)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcached_patch.core.shares import fair_shares
+from kvcached_patch.core.shares import fair_shares, shares_with_caches
 from kvcached_patch.ledger import Ledger, ledger_path
 from tests.ledgers import Engine
 
@@ -170,3 +170,34 @@ def test_the_generation_tells_of_every_change_that_matters(ledger: Ledger) -> No
     a.want(0)
     a.publish(cached=1)
     assert a.generation == seen[-1]
+
+
+@pytest.mark.parametrize(
+    ("demands", "caches", "shares"),
+    [
+        ((60, 60), (0, 0), [50, 50]),
+        ((30, 90), (30, 0), [10, 90]),  # within its fair share, but only a cache
+        ((60, 60), (60, 0), [40, 60]),
+        ((60, 60), (60, 60), [50, 50]),
+        ((80, 80), (30, 10), [50, 50]),  # in use beyond the budget: no caches
+    ],
+)
+def test_caches_get_what_use_leaves(
+    demands: tuple[int, ...], caches: tuple[int, ...], shares: list[int]
+) -> None:
+    assert shares_with_caches(100, demands, (100, 100), caches) == shares
+
+
+def test_a_cache_gives_way_though_it_is_within_the_fair_share(ledger: Ledger) -> None:
+    ledger.set_total(100)
+    idle, busy = ledger.join("idle"), ledger.join("busy")
+    assert idle.reserve(40)
+    idle.publish(cached=35)
+    assert busy.reserve(60)
+    assert (idle.share(), idle.keep()) == (100, 100)
+    busy.want(20)
+    assert (idle.share(), idle.keep()) == (40, 20)
+    generation = busy.generation
+    idle.release(20)
+    assert busy.generation != generation
+    assert (busy.share(), busy.reserve(20)) == (100, True)
