@@ -38,9 +38,9 @@ def test_a_limit_is_obeyed_and_no_request_is_lost(tmp_path: Path) -> None:
     assert 0 < max(held) <= LIMIT_BYTES
 
     end = time.monotonic() + 30  # EngineCore ends after the front end
-    while any(engine["alive"] for engine in (engines := shown(tmp_path))):
-        assert time.monotonic() < end, engines
-    assert not any(engine["committed_bytes"] for engine in engines)
+    while any(engine["alive"] for engine in shown(tmp_path)):
+        assert time.monotonic() < end, shown(tmp_path)
+    assert not any(engine["committed_bytes"] for engine in shown(tmp_path))
 
 
 def shown(runtime: Path) -> list[dict[str, Any]]:
