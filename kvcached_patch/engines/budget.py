@@ -59,7 +59,6 @@ class Budget:
         self._generation = -2
         self.fair: int | None = None  # slabs, as the ledger had it when `share` last asked
         self.keep: int | None = None  # the same for what the prefix cache may add to
-        self.cached: Callable[[], int] = lambda: 0  # bytes that only the prefix cache keeps
         self._wanted = 0
         self._faulty = False
         self.held = 0
@@ -69,8 +68,10 @@ class Budget:
         """Whether limits, the budget or demands changed since `share` last asked; takes no lock."""
         return self._ask(lambda account: account.generation, self._generation) != self._generation
 
-    def share(self) -> int | None:
+    def share(self, *, cached: int = 0) -> int | None:
         """Slabs that may be in use now; None if nothing bounds them.
+
+        cached: bytes that only this engine's prefix cache keeps.
 
         Never fewer than one request of the greatest length needs, which else would wait for ever;
         `fair` is the share without that.
@@ -79,7 +80,7 @@ class Budget:
         if generation != self._generation:
             self._generation = generation
             share = self._ask(lambda account: account.share(), None)
-            self._ask(lambda account: account.publish(cached=self.cached()), None)
+            self._ask(lambda account: account.publish(cached=cached), None)
             keep = self._ask(lambda account: account.keep(), None)
             self.fair = None if share is None else share // self._slab_bytes
             self.keep = None if keep is None else keep // self._slab_bytes

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakKeyDictionary, finalize
+from weakref import finalize
 
 from kvcached_patch import config
 from kvcached_patch.core.free_list import page_aware
@@ -63,7 +63,6 @@ class Elastic:
             time.monotonic,
         )
         self.budget = budget
-        budget.cached = lambda: self.queue.kept_count * geometry.block_bytes
         self._lacking = 0  # slabs, while requests wait
         # Slabs that plans released which some worker may not have carried out yet, oldest first:
         # a plan's releases are in force when the next one is applied (P2).
@@ -71,7 +70,7 @@ class Elastic:
         self._missed = False
         self._published = 0.0
         self._hits = HitCount()
-        self.budget.share()
+        self._ask_share()
         self._settle(spare=0)
 
     def begin(self) -> None:
@@ -80,7 +79,7 @@ class Elastic:
         Until `end`, what counts as free is what may be committed.
         """
         self._notice_reset()
-        self.budget.share()
+        self._ask_share()
         self._settle(spare=SPARE_SLABS)
         if self.queue.room is not None:
             self._pool.get_num_free_blocks = self.queue.admissible
@@ -97,7 +96,7 @@ class Elastic:
         that this step left waiting, the first one first.
         """
         if quiet:
-            self.budget.share()
+            self._ask_share()
             self._notice_reset()
             self._sweep()
         else:
@@ -148,11 +147,10 @@ class Elastic:
         now = time.monotonic()
         if now - self._published >= PUBLISH_SECONDS:
             self._published = now
-            size = self._block_bytes
             self._settle_ledger(spare=SPARE_SLABS)
             self.budget.publish(
-                cached=self.queue.kept_count * size,
-                free=self.queue.num_free_blocks * size,
+                cached=self._cached_bytes,
+                free=self.queue.num_free_blocks * self._block_bytes,
                 queries=self._hits.queries,
                 hits=self._hits.hits,
             )
@@ -161,6 +159,14 @@ class Elastic:
     def _backed(self) -> int:
         """Slabs whose pages are there: committed, or released by a plan not yet in force."""
         return self.queue.committed + sum(self._freed)
+
+    @property
+    def _cached_bytes(self) -> int:
+        """Of blocks that only the prefix cache keeps."""
+        return self.queue.kept_count * self._block_bytes
+
+    def _ask_share(self) -> int | None:
+        return self.budget.share(cached=self._cached_bytes)
 
     def _direct(self) -> None:
         """Let the scheduler's calls, one for each request in each step, come the shortest way."""
@@ -192,7 +198,7 @@ class Elastic:
         for count in (min(slabs, missing), 1):
             # Under shortage a share covers what is held and wanted: the wish comes first.
             self.budget.want(max(count, self._lacking))
-            share = self.budget.share()
+            share = self._ask_share()
             if share is not None and self._backed + room + count > share:
                 continue
             if not self.budget.must_yield and self.budget.reserve(count):
@@ -285,7 +291,9 @@ class Elastic:
 
 
 _agreed: tuple[Geometry, Budget] | None = None
-_elastic: WeakKeyDictionary[Any, Elastic] = WeakKeyDictionary()
+# The attribute of vLLM's KVCacheManager that holds its elastic side: each refers to the other, so
+# that a table here, even of weak keys, would keep both alive, and the engine in the ledger.
+ELASTIC = "kvcached_patch_elastic"
 
 
 def agree(geometry: Geometry | None, budget: Budget | None = None) -> None:
@@ -299,7 +307,7 @@ def agree(geometry: Geometry | None, budget: Budget | None = None) -> None:
 
 def elastic_of(scheduler: Any) -> Elastic | None:
     """The elastic side of a scheduler, None if its memory is not elastic."""
-    return _elastic.get(scheduler.kv_cache_manager)
+    return vars(scheduler.kv_cache_manager).get(ELASTIC)
 
 
 def manage(
@@ -311,7 +319,7 @@ def manage(
     agreed, _agreed = _agreed, None
     if agreed is not None:
         geometry, budget = agreed
-        _elastic[manager] = Elastic(manager, geometry, budget)
+        setattr(manager, ELASTIC, Elastic(manager, geometry, budget))
         finalize(manager, budget.close)
 
 
@@ -322,7 +330,7 @@ def allocate_slots(
 
     After the first call the manager's attribute of that name is another: see `Elastic.admit`.
     """
-    elastic = _elastic.get(manager)
+    elastic = vars(manager).get(ELASTIC)
     if elastic is None:
         manager.allocate_slots = wrapped
     else:
@@ -334,7 +342,7 @@ def schedule(
     wrapped: Callable[..., Any], scheduler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """``Scheduler.schedule``: the plan travels as an attribute of the SchedulerOutput."""
-    elastic = _elastic.get(scheduler.kv_cache_manager)
+    elastic = elastic_of(scheduler)
     if elastic is None:
         return wrapped(*args, **kwargs)
     elastic.begin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -308,3 +309,13 @@ def test_free_blocks_are_counted_as_stock_counts_them(make: Make) -> None:
     patched = counts(elastic=True)
     with stock():
         assert patched == counts(elastic=False)
+
+
+def test_an_engine_that_is_deleted_leaves_the_ledger(make: Make) -> None:
+    engine = make(KINDS["one batch at a time"])
+    add(engine, 2)
+    engine.drain()
+    assert len(ledger().engines()) == 1
+    del engine
+    gc.collect()
+    assert ledger().engines() == []
