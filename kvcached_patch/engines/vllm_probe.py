@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from kvcached_patch.errors import KvcachedPatchError
@@ -21,16 +22,21 @@ def probe() -> dict[str, Any]:
     from vllm.triton_utils import HAS_TRITON
 
     load_general_plugins()
-    for entry in armed():
-        importlib.import_module(entry.seam.module)
     return {
         "device": current_platform.device_type,
         "triton": bool(HAS_TRITON),
-        "applied": {entry.seam.id: entry.applied for entry in armed()},
+        "applied": applied(),
     }
 
 
-def main() -> int:
+def applied() -> dict[str, bool]:
+    """Import every seam's module; per armed seam whether it is in place."""
+    for entry in armed():
+        importlib.import_module(entry.seam.module)
+    return {entry.seam.id: entry.applied for entry in armed()}
+
+
+def answer(probe: Callable[[], dict[str, Any]]) -> int:
     """Print the result, or the refusal, as the last line of standard output, in JSON."""
     try:
         result = probe()
@@ -41,4 +47,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answer(probe))
