@@ -101,8 +101,7 @@ class PageAwareQueue(_LinkedQueue):
         for number in started:
             slab = self._begin(number)
             slab[:] = [block for block in slab if block.block_id not in used]
-            slab.loose = True
-            self._loose.append(slab)
+            self._loosen(slab)
             self._commits[number] = None
         self.fake_free_list_head.next_free_block = self.fake_free_list_tail
         self.fake_free_list_tail.prev_free_block = self.fake_free_list_head
