@@ -91,6 +91,7 @@ def arrivals(steps: int) -> list[Arrival]:
 
 def drive(slab: int, steps: int, *, caching: bool, elastic: bool) -> Iterator[Any]:
     """Run the scheduler on the arrivals; yields it after each `schedule()`."""
+    from kvcached_patch.engines import elastic as side
     from kvcached_patch.engines import vllm_scheduler
     from tests import steps as real
     from tests.slots import Setup
@@ -105,7 +106,7 @@ def drive(slab: int, steps: int, *, caching: bool, elastic: bool) -> Iterator[An
         model_tokens=1024,
     )
     clock, rng = real.Clock(), random.Random(SEED)
-    with patch.object(vllm_scheduler, "time", clock):
+    with patch.object(side, "time", clock):
         vllm_scheduler.agree(real.geometry(setup) if elastic else None)
         scheduler = real.make_scheduler(setup)
         coming = arrivals(steps)[::-1]

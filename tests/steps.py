@@ -28,8 +28,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvcached_patch.engines import vllm_scheduler
-from kvcached_patch.engines.vllm_scheduler import Geometry, agree, elastic_of
+from kvcached_patch.engines import elastic as elastic_side
+from kvcached_patch.engines.budget import Geometry
+from kvcached_patch.engines.vllm_scheduler import agree, elastic_of
 from tests.bare import VERSION, model_dir
 from tests.slots import SLOT_BYTES, Setup, Text, Worker
 
@@ -241,7 +242,7 @@ def engine_apart(
     clock = Clock()
     monkeypatch.setenv("KVCACHED_PATCH_RETAIN", retain)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    monkeypatch.setattr(vllm_scheduler, "time", clock)
+    monkeypatch.setattr(elastic_side, "time", clock)
     return Engine(setup, clock, **more)
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from kvcached_patch.engines.vllm_scheduler import Elastic, elastic_of
+from kvcached_patch.engines.elastic import Elastic
+from kvcached_patch.engines.vllm_scheduler import elastic_of
 from kvcached_patch.engines.vllm_worker import apply_idle_plan
 
 # How soon the engine may notice, once quiet, that something has become due.

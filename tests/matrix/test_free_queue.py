@@ -97,7 +97,13 @@ class Pair:
         stock = [block.block_id for block in self.stock.get_all_free_blocks()]
         assert sorted(ours) == sorted(stock)
         assert self.ours.num_free_blocks == self.stock.num_free_blocks == len(stock)
-        assert self.ours.admissible() == len(stock)
+        assert self.admissible() == len(stock)
+
+    def admissible(self) -> int:
+        self.ours.withhold()
+        count = self.ours.num_free_blocks
+        self.ours.restore()
+        return int(count)
 
 
 IDS = st.lists(st.integers(1, 59), unique=True, max_size=12)
@@ -146,11 +152,15 @@ def test_room_bounds_what_can_be_admitted_not_what_is_free() -> None:
     pair = Pair(40, 10)
     pair.ours.room = 1
     assert pair.ours.num_free_blocks == 39
-    assert pair.ours.admissible() == 19
+    assert pair.admissible() == 19
+    pair.ours.withhold()
     pair.pop(19, one=False)
-    assert pair.ours.admissible() == 0
+    assert pair.ours.num_free_blocks == 0
+    pair.ours.restore()
     assert pair.ours.room == 0
     assert pair.ours.num_free_blocks == 20
+    pair.ours.room = -1
+    assert pair.admissible() == -10, "what is over the room has to come from the others"
 
 
 def test_popping_an_empty_queue_is_vllms_error() -> None:
