@@ -59,9 +59,16 @@ ENGINE = {
     "max_num_seqs": 64,
     "max_num_batched_tokens": 4096,
     "enable_prefix_caching": True,
+    "distributed_executor_backend": "uni",
 }
-# One thread for each of several engines on a few cores: more would only get in each other's way.
-ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+# Engines that share a few cores must not spin: one thread each, and the worker in EngineCore's
+# process, as vLLM has it on one GPU; between two processes it waits busily for up to a second. On
+# CPUs vLLM puts them in two unless this variable reads otherwise than "1" (platforms/cpu.py).
+ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "01",
+}
 
 Run = dict[str, Any]
 

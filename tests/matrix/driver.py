@@ -97,7 +97,7 @@ class Driver:
         end = time.monotonic() + PATIENCE_SECONDS
         while self._job["elastic"] and time.monotonic() < end:
             memory = self.memory()
-            if memory["resident_bytes"] <= memory["reserved_bytes"] / 2:
+            if memory["resident_bytes"] <= memory["reserved_bytes"] / 4:
                 return
             time.sleep(0.1)
 
