@@ -1,5 +1,5 @@
 # make demo · make test · make matrix · make bench · make lint · make overhead
-# make jax · make demo-maxtext (MaxText, not finished)
+# make demo-maxtext · make jax-releases (MaxText on tpu-inference)
 #
 # Every target builds the virtual environments it needs (tools/venv.py; PYTHON chooses the Python).
 # A lane is the list of test files in manifests/tests/LANE.txt.
@@ -17,7 +17,7 @@ JAX      = .venvs/jax
 SKIP    ?= nothing
 lane     = -m pytest -q --durations=5 $$(grep -v $(foreach word,$(SKIP),-e $(word)) manifests/tests/$(1).txt)
 
-.PHONY: demo demo-maxtext test unit engine jax matrix lint bench overhead dev venv-jax
+.PHONY: demo demo-maxtext test unit engine jax jax-releases matrix lint bench overhead dev venv-jax
 
 demo: venv-$(VLLM)
 	@$(ENGINE)/bin/python -m tools.demo
@@ -25,7 +25,7 @@ demo: venv-$(VLLM)
 demo-maxtext: venv-jax
 	@$(JAX)/bin/python -m tools.demo_maxtext
 
-test: unit engine
+test: unit engine jax
 
 unit: dev
 	$(DEV)/bin/python $(call lane,unit)
@@ -33,10 +33,10 @@ unit: dev
 engine: venv-$(VLLM)
 	$(ENGINE)/bin/python $(call lane,engine)
 
-jax: jax-newest $(addprefix jax-maxtext-,$(MAXTEXT)) $(addprefix jax-tpu-,$(TPU))
-
-jax-newest: venv-jax
+jax: venv-jax
 	$(JAX)/bin/python $(call lane,jax)
+
+jax-releases: $(addprefix jax-maxtext-,$(MAXTEXT)) $(addprefix jax-tpu-,$(TPU))
 
 jax-maxtext-%: venv-jax
 	PYTHONPATH=$(JAX)/releases/maxtext-$* $(JAX)/bin/python -m pytest -q tests/jax/test_models.py
@@ -56,8 +56,9 @@ lint: dev
 
 BENCHMARKS = reclaim fragmentation scheduling overhead colocation
 
-bench: dev venv-$(VLLM)
+bench: dev venv-$(VLLM) venv-jax
 	@for name in $(BENCHMARKS); do $(ENGINE)/bin/python -m bench.$$name || exit; done
+	@$(JAX)/bin/python -m bench.compiling
 	@$(DEV)/bin/python -m bench.figure
 
 overhead: venv-$(VLLM)

@@ -8,16 +8,15 @@ the blocks in each engine, shared is patched vLLM (retention as it is by default
 in each and the budget that holds the same bytes. All six engines are up all the time and take the
 traces in turn, first one kind and then the other; the kind whose turn it is not is quiet.
 
-The load was chosen so that memory is short and nothing else is. With this tiny model a decode step
-takes some 9 ms, and half a millisecond more for each request, so that fifteen requests at once
-take not nearly three times as long as five. Prompts are long, and answers short, since it is their
-prompt's blocks that requests wait for. The unit of time is what five requests take that fill a
-third of the memory (measured first, then printed): a static third serves five requests in a unit,
-the whole memory some nine.
+The load was chosen so that memory is short and nothing else is: what is compared is waiting for
+memory. Prompts are long, and answers short, since it is their prompt's blocks that requests wait
+for. The unit of time is what five requests take that fill a third of the memory (measured first,
+then printed): a static third serves five requests in a unit, the whole memory some ten.
 
-- `intermittent`: each engine has a peak of 5.5 requests per unit for six units, while the others
-  get 0.3: a tenth more than a third can serve, two thirds of what the whole can. Below five nobody
-  waits; above nine the whole memory is full as well, and the gain shrinks.
+- `intermittent`: each engine has a peak of 6 requests per unit for sixteen units, while the
+  others get 0.3: a fifth more than a third of the memory can serve, some 60 % of what the whole
+  can. Below five nobody waits; above seven the whole memory is full at times as well. In between
+  the gain grows with the length of the peaks: the static engine's queue grows while they last.
 - `constant`: each engine gets one request per unit all the time, evenly spaced. Nothing waits for
   memory; what is compared is what sharing costs.
 
@@ -50,7 +49,7 @@ BLOCK_TOKENS, TOKEN_BYTES = 32, 2048
 THIRD_BLOCKS = 128
 BUDGET_BYTES = ENGINES * THIRD_BLOCKS * BLOCK_TOKENS * TOKEN_BYTES
 TRACES = {"intermittent": intermittent, "constant": constant}
-PAIRS = {"intermittent": 2, "constant": 3}
+PAIRS = {"intermittent": 2, "constant": 7}
 UNIT_BATCH = [Arrival(0.0, 0, 600, 150)] * (THIRD_BLOCKS * BLOCK_TOKENS // 750)
 MEASURES = ("ttft_mean", "ttft_p50", "ttft_p99", "requests_per_s")
 ENGINE = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 SEED = 1
 PROMPT_TOKENS, OUTPUT_TOKENS = (500, 700), (100, 200)
 # Lengths in units, requests per unit.
-PEAK_LENGTH, PEAK_RATE, QUIET_RATE = 6.0, 5.5, 0.3
+PEAK_LENGTH, PEAK_RATE, QUIET_RATE = 16.0, 6.0, 0.3
 CONSTANT_LENGTH, CONSTANT_RATE = 8.0, 1.0
 
 

@@ -74,13 +74,12 @@ class PageCounts:
 
     def unneeded(self) -> list[Run]:
         """All pages that no slab needs."""
-        pages = (
-            (index, page)
+        return self._bytes(
+            (index, page, page + 1)
             for index, counts in enumerate(self._counts)
             for page, count in enumerate(counts)
             if not count
         )
-        return self._merge(pages)
 
     def _check(self, slabs: tuple[int, ...], *, committed: bool) -> None:
         for slab in slabs:
@@ -91,29 +90,39 @@ class PageCounts:
             raise ValueError(f"slabs {slabs}: one is named twice")
 
     def _count(self, slabs: Iterable[int], step: int, becomes: int) -> list[Run]:
-        changed = []
+        changed: list[Run] = []
         for slab in slabs:
-            for index, pages in self._pages(slab):
-                counts = self._counts[index]
-                for page in pages:
+            for index, first, end in self._pages(slab):
+                counts, before = self._counts[index], becomes - step
+                # All but the border pages are most often no other slab's: counted as one.
+                inner = slice(first + 1, end - 1)
+                size = max(end - first - 2, 0)
+                borders: Iterable[int] = range(first, end)
+                if size and counts[inner] == bytes((before,)) * size:
+                    counts[inner] = bytes((becomes,)) * size
+                    changed.append((index, first + 1, end - 1))
+                    borders = (first, end - 1)
+                for page in borders:
                     counts[page] += step
                     if counts[page] == becomes:
-                        changed.append((index, page))
-        return self._merge(sorted(changed))
+                        changed.append((index, page, page + 1))
+        return self._bytes(sorted(changed))
 
-    def _pages(self, slab: int) -> Iterator[tuple[int, range]]:
+    def _pages(self, slab: int) -> Iterator[Run]:
+        """The pages of a slab in each cell: range_index, first, one after the last."""
         first = slab * self._slab_blocks
         last = min(first + self._slab_blocks, self._num_blocks)
         size = self._page_bytes
         for cell in self._cells:
             start, end = cell.base + first * cell.stride, cell.base + last * cell.stride
-            yield cell.range_index, range(start // size, -(-end // size))
+            yield cell.range_index, start // size, -(-end // size)
 
-    def _merge(self, pages: Iterable[tuple[int, int]]) -> list[Run]:
+    def _bytes(self, pages: Iterable[Run]) -> list[Run]:
+        """Runs of pages in their order, neighbours joined, as bytes."""
         runs: list[Run] = []
         size = self._page_bytes
-        for index, page in pages:
-            start, end = page * size, min((page + 1) * size, self._ends[index])
+        for index, first, after in pages:
+            start, end = first * size, min(after * size, self._ends[index])
             if runs and runs[-1][0] == index and runs[-1][2] == start:
                 runs[-1] = (index, runs[-1][1], end)
             else:

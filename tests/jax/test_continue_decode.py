@@ -67,4 +67,5 @@ def test_it_decodes_what_single_steps_decode(
     )
     assert np.asarray(tokens).tolist() == chosen
     for one, other in zip(jax.tree.leaves(single), jax.tree.leaves(fused), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+        scale = float(jnp.abs(one).max())
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * scale)
