@@ -37,7 +37,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.runs import OUT, arguments, console, machine, write
+from bench.runs import ENGINE_SETTINGS, ENVIRONMENT, OUT, arguments, console, machine, write
 from bench.traces import SEED, Arrival, constant, intermittent
 from tools.engine_serve import Served
 from tools.ledger_watch import LedgerWatch
@@ -58,17 +58,8 @@ ENGINE = {
     "max_num_seqs": 64,
     "max_num_batched_tokens": 4096,
     "enable_prefix_caching": True,
-    "distributed_executor_backend": "uni",
+    **ENGINE_SETTINGS,
 }
-# Engines that share a few cores must not spin: one thread each, and the worker in EngineCore's
-# process, as vLLM has it on one GPU; between two processes it waits busily for up to a second. On
-# CPUs vLLM puts them in two unless this variable reads otherwise than "1" (platforms/cpu.py).
-ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "01",
-}
-
 Run = dict[str, Any]
 
 

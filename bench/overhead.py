@@ -24,7 +24,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.runs import OUT, arguments, console, machine, write
+from bench.runs import ENGINE_SETTINGS, ENVIRONMENT, OUT, arguments, console, machine, write
 from bench.scheduling import spread
 from tools.engine_serve import Served
 from tools.tiny_model import write_model
@@ -32,13 +32,19 @@ from tools.tiny_model import write_model
 MODELS = ("gemma3n", "llama")
 PAIRS = 11
 REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 60, 96
-ENGINE = {"max_model_len": 256, "max_num_seqs": REQUESTS, "enable_prefix_caching": True}
+ENGINE = {
+    "max_model_len": 256,
+    "max_num_seqs": REQUESTS,
+    "enable_prefix_caching": True,
+    **ENGINE_SETTINGS,
+}
 FIGURES = {"tokens_per_s": "tokens per second", "p50_ms": "ms per token, p50", "p99_ms": "p99"}
 
 
 def start(stack: ExitStack, model: str, kind: str, runtime: str) -> Served:
     """An engine, which need not be ready yet."""
     env = {
+        **ENVIRONMENT,
         "KVCACHED_PATCH": str(int(kind == "patched")),
         "KVCACHED_PATCH_RETAIN": "none",
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -27,7 +27,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.runs import OUT, arguments, console, machine, write
+from bench.runs import ENGINE_SETTINGS, ENVIRONMENT, OUT, arguments, console, machine, write
 from tools.engine_serve import Served, session_of
 from tools.tiny_model import write_model
 
@@ -37,10 +37,6 @@ REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 64, 720, 80
 QUIET_SECONDS = 5.0
 SAMPLE_SECONDS, SAMPLE_LOAD = 0.05, 0.1
 TURNS = ("stock", "patched", "patched", "stock")
-ENVIRONMENT = {
-    "KVCACHED_PATCH_RETAIN": "none",
-    "VLLM_CPU_KVCACHE_SPACE": str(SPACE_GIB),
-}
 # A KV cache of 16 KiB per token, as models of half a billion parameters have, behind a tiny model.
 SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
 ENGINE = {
@@ -48,6 +44,7 @@ ENGINE = {
     "load_format": "dummy",
     "max_model_len": 1024,
     "max_num_seqs": 64,
+    **ENGINE_SETTINGS,
 }
 
 
@@ -108,7 +105,13 @@ def _mappings(pid: int) -> Iterator[tuple[int, int]]:
 def start(stack: ExitStack, kind: str, runtime: str) -> Served:
     """One of the two engines, which need not be ready yet."""
     model = write_model(MODEL, OUT / "models")
-    env = {**ENVIRONMENT, "KVCACHED_PATCH": str(int(kind == "patched")), "XDG_RUNTIME_DIR": runtime}
+    env = {
+        **ENVIRONMENT,
+        "KVCACHED_PATCH": str(int(kind == "patched")),
+        "KVCACHED_PATCH_RETAIN": "none",
+        "VLLM_CPU_KVCACHE_SPACE": str(SPACE_GIB),
+        "XDG_RUNTIME_DIR": runtime,
+    }
     job = {"model": str(model), "engine": ENGINE}
     log = OUT / f"reclaim-{kind}.log"
     return stack.enter_context(Served(Path(sys.executable), job, env=env, log=log))

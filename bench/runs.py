@@ -15,6 +15,15 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out" / "bench"
 RESULTS = ROOT / "bench" / "results"
+# Engines that share a few cores must not spin: one thread each, and the worker in EngineCore's
+# process, as vLLM has it on one GPU; between two processes it waits busily for up to a second. On
+# CPUs vLLM puts them in two unless this variable reads otherwise than "1" (platforms/cpu.py).
+ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "01",
+}
+ENGINE_SETTINGS = {"distributed_executor_backend": "uni"}
 console = Console(width=110, highlight=False)
 
 
