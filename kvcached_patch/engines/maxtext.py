@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from kvcached_patch import __version__
 from kvcached_patch.engines.arguments import named
 from kvcached_patch.errors import LayerPlanError, SeamMismatch
-from kvcached_patch.jax import scan
+from kvcached_patch.jax import scan, stacked
 from kvcached_patch.jax.index_map import IndexMap, resolve
 from kvcached_patch.jax.layer_caches import LayerCaches
 from kvcached_patch.seams.apply import tally
@@ -29,6 +30,9 @@ HYBRID_PAIRS = {"<0.2.4": "<0.27", ">=0.2.4,<0.2.5": ">=0.27,<0.30", ">=0.2.5": 
 
 Call = Callable[..., Any]
 
+# The caches of the model call that is being traced.
+_view: ContextVar[LayerCaches | None] = ContextVar("view", default=None)
+
 
 def call(wrapped: Call, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``MaxTextForCausalLM.__call__`` before 0.2.5: the map is the third of the ignored arguments.
@@ -36,6 +40,12 @@ def call(wrapped: Call, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     They are embeddings, positions and the map, as tpu-inference's runner passes them.
     """
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    metadata, config = bound.arguments["attention_metadata"], model.maxtext_config
+    if isinstance(metadata, Mapping) and config.scan_layers and not config.pure_nnx_decoder:
+        raise LayerPlanError(
+            "scanned layers of a linen decoder share one attention metadata; found some for "
+            f"each of {', '.join(metadata)}. Set scan_layers: false to serve this model"
+        )
     ignored = bound.arguments.get("args", ())
     return _serve(wrapped, model, bound, ignored[2] if len(ignored) > 2 else None)
 
@@ -69,7 +79,11 @@ def _serve(
         }
         caches = [_supply(cache, by_slot.get(slot)) for slot, cache in enumerate(caches)]
     view = arguments["kv_caches"] = LayerCaches(caches, slots)
-    returned, *rest = wrapped(*bound.args, **bound.kwargs)
+    token = _view.set(view)
+    try:
+        returned, *rest = wrapped(*bound.args, **bound.kwargs)
+    finally:
+        _view.reset(token)
     missing = view.unwritten()
     if returned is not view or missing:
         config = model.maxtext_config
@@ -124,6 +138,32 @@ def apply_layers(wrapped: Call, decoder: Any, args: tuple[Any, ...], kwargs: dic
     return scan.apply_layers(
         apply, layers, caches, kwargs["length"], kwargs.get("attention_metadata")
     )
+
+
+def get_decoder_layers(
+    wrapped: Call, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``Decoder.get_decoder_layers``: where they are scanned, classes that know the carry."""
+    classes, config = wrapped(*args, **kwargs), decoder.config
+    if not config.scan_layers:
+        return classes
+    blocks = config.num_decoder_layers // config.inhomogeneous_layer_cycle_interval
+    return [stacked.block_class(each, blocks) for each in classes]
+
+
+def scan_decoder_layers(
+    wrapped: Call, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``Decoder.scan_decoder_layers``: it stores one cache for each decoder layer, we all."""
+    scanned = wrapped(*args, **kwargs)
+
+    def run(inputs: Any, *others: Any) -> Any:
+        result, view = scanned(inputs, *others), _view.get()
+        if view is not None and stacked.is_carry(inputs):
+            view[:] = result[0][1]
+        return result
+
+    return run
 
 
 def attend(wrapped: Call, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -68,6 +68,16 @@ class Feed:
 _feed: ContextVar[Feed | None] = ContextVar("feed", default=None)
 
 
+@contextmanager
+def feeding(feed: Feed) -> Iterator[Feed]:
+    """Meanwhile attention layers take what they need from the feed."""
+    token = _feed.set(feed)
+    try:
+        yield feed
+    finally:
+        _feed.reset(token)
+
+
 def attend(attention: Attention, cache: Any, metadata: Any) -> tuple[Any, Any]:
     """Run an attention layer: on its block's feed, on its supply, or on what it was given."""
     feed = _feed.get()
@@ -125,12 +135,8 @@ def _fed_class(layer_class: type) -> type:
 
     @functools.wraps(layer_class.__call__)
     def call(self: Any, *args: Any, kv_cache: Sequence[Supply], **kwargs: Any) -> Any:
-        feed = Feed(layer_class.__name__, kv_cache)
-        token = _feed.set(feed)
-        try:
+        with feeding(Feed(layer_class.__name__, kv_cache)) as feed:
             result = layer_class.__call__(self, *args, **kwargs)
-        finally:
-            _feed.reset(token)
         return (result[0] if isinstance(result, tuple) else result), feed.updated()
 
     return type(layer_class.__name__, (layer_class,), {"__call__": call})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from importlib.resources import files
 from typing import Any
 
 DIMS = {
@@ -48,6 +50,7 @@ class Model:
             "log_config": False,
             **DIMS,
             **self.maxtext,
+            **_old_settings(),
         }
 
     def hf_config(self) -> dict[str, Any]:
@@ -64,6 +67,21 @@ class Model:
             "max_position_embeddings": 64,
             **self.hf,
         }
+
+
+def _old_settings() -> dict[str, Any]:
+    """What MaxText 0.2.3 needs told: it takes "none" for no value, and its rules lack axes."""
+    if version("maxtext") != "0.2.3":
+        return {}
+    import yaml
+
+    text = files("maxtext").joinpath("configs/inference/vllm.yml").read_text()
+    rules = yaml.safe_load(text)["logical_axis_rules"]
+    lacking = ("layers", "local_layers", "dense_layers", "moe_layers")
+    return {
+        "remat_policy": "full",
+        "logical_axis_rules": rules + [[axis, []] for axis in lacking],
+    }
 
 
 def _gemma4(name: str, layers: int, period: int, sharing: int = 0, **given: Any) -> Model:
