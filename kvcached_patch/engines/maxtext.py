@@ -157,8 +157,8 @@ def scan_decoder_layers(
     """``Decoder.scan_decoder_layers``: it stores one cache for each decoder layer, we all."""
     scanned = wrapped(*args, **kwargs)
 
-    def run(inputs: Any, *others: Any) -> Any:
-        result, view = scanned(inputs, *others), _view.get()
+    def run(inputs: Any, *others: Any, **named: Any) -> Any:
+        result, view = scanned(inputs, *others, **named), _view.get()
         if view is not None and stacked.is_carry(inputs):
             view[:] = result[0][1]
         return result

@@ -66,8 +66,9 @@ class AppliedSeam:
 
 _armed: list[AppliedSeam] = []
 
-# vLLM decorates its own functions with these packages' decorators (@torch.inference_mode()).
-_DECORATORS = ("torch", "contextlib")
+# Decorators of these packages are the library's own doing: vLLM's @torch.inference_mode(), and
+# flax's around every method of a linen module.
+_DECORATORS = ("torch", "contextlib", "flax")
 
 
 def armed() -> tuple[AppliedSeam, ...]:

@@ -46,3 +46,12 @@ def test_what_this_maxtext_cannot_serve_is_refused(serve: Serve) -> None:
     for name in MODELS.keys() - SERVED:
         with pytest.raises(KvcachedPatchError, match=r"cannot serve|updated no KV cache of layers"):
             decode(serve(name))
+
+
+@pytest.mark.skipif(MAXTEXT != "0.2.3", reason="the decoders of newer releases are not linen")
+def test_scanned_linen_layers_cannot_have_metadata_of_groups(serve: Serve) -> None:
+    served = serve("qwen3-scanned")
+    batch = [(0, range(5))]
+    grouped = dict.fromkeys(served.index_map, served.metadata(batch))
+    with pytest.raises(KvcachedPatchError, match=r"share one attention metadata.*scan_layers"):
+        served.step(served.caches(), batch, metadata=grouped)

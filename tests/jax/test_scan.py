@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from kvcached_patch.errors import LayerPlanError
 from kvcached_patch.jax.layer_caches import LayerCaches
 from kvcached_patch.jax.scan import Supply, apply_layers, attend
+from kvcached_patch.jax.stacked import block_class
 
 
 def attention(cache: Any, metadata: Any) -> tuple[Any, Any]:
@@ -81,3 +83,34 @@ def test_a_block_with_another_number_of_layers_is_named(layers: int, found: str)
 def test_blocks_must_be_equal() -> None:
     with pytest.raises(LayerPlanError, match="4 KV caches for 3 scanned blocks"):
         apply_layers(loop(Block(1)), Block(1), caches(4), 3, None)
+
+
+class LinenBlock(Block):
+    """The same with the arguments that linen's scan passes, all of them by position."""
+
+    def __call__(self, x: Any, *arguments: Any) -> Any:
+        assert arguments[-2] is None, "the cache comes with the carry"
+        for _ in range(self.layers):
+            x = x + attend(attention, None, None)[0]
+        return x, None
+
+
+@pytest.mark.parametrize(("layers", "blocks"), [(1, 4), (2, 2), (4, 1)])
+def test_each_layer_of_a_stack_updates_its_own(layers: int, blocks: int) -> None:
+    block = block_class(LinenBlock, blocks)(layers)
+    stack = jnp.stack([jnp.full(2, i) for i in range(4)])
+
+    def scan(x: Any, stack: Any) -> Any:
+        body = jax.checkpoint(lambda carry, _: block(carry, "positions", None, 1))
+        return jax.lax.scan(body, (x, stack, 0), None, length=blocks)[0]
+
+    x, updated, count = jax.jit(scan)(jnp.zeros((), int), stack)
+    assert updated[:, 0].tolist() == [10, 11, 12, 13]
+    assert (int(x), int(count)) == (4, blocks)
+
+
+def test_a_block_of_a_stack_without_the_carry_is_as_it_was() -> None:
+    block = block_class(LinenBlock, 2)(0)
+    assert block(7, None, None) == (7, None)
+    with pytest.raises(LayerPlanError, match="3 KV caches for 2 scanned blocks"):
+        block((0, jnp.zeros((3, 2)), 0), None, None)
