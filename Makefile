@@ -1,5 +1,5 @@
 # make demo · make test · make matrix · make bench · make lint · make overhead
-# make demo-maxtext · make jax-releases (MaxText on tpu-inference)
+# make demo-maxtext · make jax-releases (MaxText on tpu-inference) · make seams
 #
 # Every target builds the virtual environments it needs (tools/venv.py; PYTHON chooses the Python).
 # A lane is the list of test files in manifests/tests/LANE.txt.
@@ -17,7 +17,7 @@ JAX      = .venvs/jax
 SKIP    ?= nothing
 lane     = -m pytest -q --durations=5 $$(grep -v $(foreach word,$(SKIP),-e $(word)) manifests/tests/$(1).txt)
 
-.PHONY: demo demo-maxtext test unit engine jax jax-releases matrix lint bench overhead dev venv-jax
+.PHONY: demo demo-maxtext test unit engine jax jax-releases matrix lint bench seams overhead dev venv-jax
 
 demo: venv-$(VLLM)
 	@$(ENGINE)/bin/python -m tools.demo
@@ -60,6 +60,9 @@ bench: dev venv-$(VLLM) venv-jax
 	@for name in $(BENCHMARKS); do $(ENGINE)/bin/python -m bench.$$name || exit; done
 	@$(JAX)/bin/python -m bench.compiling
 	@$(DEV)/bin/python -m bench.figure
+
+seams: venv-$(VLLM)
+	@$(ENGINE)/bin/python -m tools.seams
 
 overhead: venv-$(VLLM)
 	@$(ENGINE)/bin/python -m tools.overhead

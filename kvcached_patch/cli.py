@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvcached_patch import __version__, config
+from kvcached_patch.errors import SeamMismatch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -14,6 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     if options.command == "doctor":
         return _doctor(as_json=options.json, live=not options.static)
+    if options.command == "seams":
+        return _seams(options.wheel, as_json=options.json)
     from kvcached_patch import cli_ledger
 
     if options.command == "top":
@@ -39,6 +44,14 @@ def _parser() -> argparse.ArgumentParser:
         "--static", action="store_true", help="read vLLM's sources only; do not import it (fast)"
     )
 
+    seams = commands.add_parser(
+        "seams", help="say whether a release could be patched, from its wheel alone"
+    )
+    seams.add_argument(
+        "--wheel", type=Path, nargs="+", required=True, metavar="FILE", help="of vLLM or MaxText"
+    )
+    seams.add_argument("--json", action="store_true", help="print the report as JSON")
+
     top = commands.add_parser("top", help="show the engines of this user and what they hold")
     top.add_argument("--once", action="store_true", help="print the table once")
     top.add_argument("--json", action="store_true", help="print it once, as JSON")
@@ -60,3 +73,19 @@ def _doctor(*, as_json: bool, live: bool) -> int:
     diagnosis = diagnose(live=live)
     print(json.dumps(diagnosis.as_json(), indent=2) if as_json else text(diagnosis))
     return 0 if diagnosis.active else 1
+
+
+def _seams(wheels: Sequence[Path], *, as_json: bool) -> int:
+    from kvcached_patch._startup import TARGETS
+    from kvcached_patch.seams.wheel import examine
+
+    try:
+        reports = [examine(wheel, TARGETS) for wheel in wheels]
+    except SeamMismatch as error:
+        print(f"kvcached-patch seams: {error}", file=sys.stderr)
+        return 1
+    if as_json:
+        print(json.dumps([report.as_json() for report in reports], indent=2))
+    else:
+        print("\n\n".join(report.text() for report in reports))
+    return 0 if all(report.ok for report in reports) else 1

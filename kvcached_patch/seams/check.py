@@ -94,10 +94,13 @@ def read_version(package: str, root: Path) -> Version:
         raise SeamMismatch(f"{package} version {value!r}: expected a PEP 440 version") from error
 
 
-def check(manifest: Manifest, installed: Installed) -> Verdict:
-    """Compare every seam of the installed release before anything is patched."""
+def check(manifest: Manifest, installed: Installed, *, alone: bool = False) -> Verdict:
+    """Compare every seam of the installed release before anything is patched.
+
+    alone: look at its sources only, not at what else is installed here.
+    """
     version = installed.version
-    if aside := _aside(manifest, version):
+    if aside := _aside(manifest, version, alone=alone):
         return Verdict(installed, (), manifest.is_tested(version), "", aside)
     statuses = tuple(_check_seam(seam, installed) for seam in manifest.seams_in(version))
     problem = ""
@@ -115,10 +118,10 @@ def check(manifest: Manifest, installed: Installed) -> Verdict:
     return Verdict(installed, statuses, manifest.is_tested(version), problem)
 
 
-def _aside(manifest: Manifest, version: Version) -> str:
+def _aside(manifest: Manifest, version: Version, *, alone: bool) -> str:
     if manifest.right is not None and covers(manifest.right, version):
         return f"{manifest.package} {version} needs no patch"
-    if manifest.displaced_by and importlib.util.find_spec(manifest.displaced_by):
+    if not alone and manifest.displaced_by and importlib.util.find_spec(manifest.displaced_by):
         return f"{manifest.displaced_by} is installed and runs in the place of {manifest.package}"
     return ""
 
@@ -150,6 +153,25 @@ def read_module(installed: Installed, module: str) -> str | None:
         if path.is_file():
             return path.read_text(encoding="utf-8")
     return None
+
+
+def unlisted_importers(manifest: Manifest, installed: Installed) -> list[tuple[Seam, str]]:
+    """Modules that import a seam's function by value, at top level, and are in no manifest."""
+    functions = [seam for seam in manifest.seams_in(installed.version) if seam.kind == "function"]
+    found = []
+    for path in sorted(installed.root.rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        is_package = path.name == "__init__.py"
+        relative = path.relative_to(installed.root.parent).with_suffix("")
+        module = ".".join(relative.parts[: -1 if is_package else None])
+        found += [
+            (seam, module)
+            for seam in functions
+            if seam.qualname in source
+            and module not in (seam.module, *seam.importers_in(installed.version))
+            and imports_by_value(source, module, seam, is_package=is_package)
+        ]
+    return found
 
 
 def find_function(source: str, qualname: str) -> FunctionNode | None:

