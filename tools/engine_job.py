@@ -45,8 +45,12 @@ from typing import Any
 REPO_ROOT = Path(__file__).resolve().parent.parent
 LOG_TAIL_LINES = 40
 
+# One thread, bound to no core: with vLLM's own choice the processes of an engine, which wait
+# busily for each other, take each other's cores, and a start takes twice as long on two of them.
 ENV_DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
