@@ -241,7 +241,10 @@ class Elastic:
         # With neither a limit nor a budget the ledger need not be told of each slab at once.
         if share is not None or not spare:
             backed = self._settle_ledger(spare)
+        was_bounded = self.queue.room is not None
         self.queue.room = None if share is None else min(self.budget.held, share) - backed
+        if was_bounded is not (share is not None):
+            self._direct()
 
     def _settle_ledger(self, spare: int) -> int:
         """Hold in the ledger what is backed, which is returned."""

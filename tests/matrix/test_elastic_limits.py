@@ -295,6 +295,22 @@ def test_random_limits_and_neighbours_lose_no_request(
     assert held(engine) == 1
 
 
+@SETUPS
+def test_limits_set_while_the_engine_is_quiet(make: Make, setup: Setup) -> None:
+    engine = make(setup)
+    add(engine, 2)
+    engine.drain()
+    for slabs in (12, None, 9, 20):
+        set_limit(slabs)
+        engine.plan_idle()
+        add(engine, 6)
+        most = 0
+        while engine.step():
+            most = max(most, committed(engine))
+        engine.check_answers()
+        assert 8 <= most <= (slabs or SLABS)
+
+
 def test_free_blocks_are_counted_as_stock_counts_them(make: Make) -> None:
     setup = KINDS["async, 3 in flight"]
 
