@@ -25,7 +25,7 @@ environment.prepare("1")
 
 import jax  # noqa: E402
 
-from bench.runs import arguments, console, write  # noqa: E402
+from bench.runs import arguments, console, spread, write  # noqa: E402
 from tests.jax.stock import stock  # noqa: E402
 from tools.maxtext import kernels  # noqa: E402
 from tools.maxtext.models import MODELS  # noqa: E402
@@ -67,9 +67,8 @@ def measure(name: str, pairs: int) -> dict[str, Any]:
     for part in PARTS:
         both = {kind: [each[part] for each in times] for kind, times in found.items()}
         ratios = [b / a for a, b in zip(both["stock"], both["patched"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
         row[part] = {kind: statistics.median(times) for kind, times in both.items()}
-        row[part]["ratio"] = {"median": middle, "low": low, "high": high}
+        row[part]["ratio"] = spread(ratios)
     return row
 
 

@@ -24,8 +24,16 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.runs import ENGINE_SETTINGS, ENVIRONMENT, OUT, arguments, console, machine, write
-from bench.scheduling import spread
+from bench.runs import (
+    ENGINE_SETTINGS,
+    ENVIRONMENT,
+    OUT,
+    arguments,
+    console,
+    machine,
+    spread,
+    write,
+)
 from tools.engine_serve import Served
 from tools.tiny_model import write_model
 

@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,10 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out" / "bench"
 RESULTS = ROOT / "bench" / "results"
-# Engines that share a few cores must not spin: one thread each, and the worker in EngineCore's
-# process, as vLLM has it on one GPU; between two processes it waits busily for up to a second. On
-# CPUs vLLM puts them in two unless this variable reads otherwise than "1" (platforms/cpu.py).
-ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "01",
-}
+# Engines that share a few cores must not spin: the worker is in EngineCore's process, as vLLM has
+# it on one GPU; between two processes it waits busily for up to a second. On CPUs vLLM puts them in
+# two unless this variable reads otherwise than "1" (platforms/cpu.py).
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "01"}
 ENGINE_SETTINGS = {"distributed_executor_backend": "uni"}
 console = Console(width=110, highlight=False)
 
@@ -44,6 +41,12 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "processors": len(os.sched_getaffinity(0)),
     }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, and the quartiles around it."""
+    low, _, high = statistics.quantiles(values, n=4)
+    return {"median": statistics.median(values), "low": low, "high": high}
 
 
 def write(results: Path, name: str, result: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from typing import Any
 from rich.table import Table
 
 from bench.fragmentation import answer
-from bench.runs import arguments, console, machine, write
+from bench.runs import arguments, console, machine, spread, write
 
 POOLS = (1_000, 100_000, 1_000_000)
 BATCHES = (1, 64)
@@ -40,12 +40,6 @@ BLOCKS_PER_REPEAT = 640
 REQUESTS = (1, 16, 64, 256)
 STEPS = 600
 BLOCK_STEPS = 50  # steps whose median is one sample
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Median, and the quartiles around it."""
-    low, _, high = statistics.quantiles(values, n=4)
-    return {"median": statistics.median(values), "low": low, "high": high}
 
 
 class Queue:

@@ -48,7 +48,12 @@ def _parser() -> argparse.ArgumentParser:
         "seams", help="say whether a release could be patched, from its wheel alone"
     )
     seams.add_argument(
-        "--wheel", type=Path, nargs="+", required=True, metavar="FILE", help="of vLLM or MaxText"
+        "--wheel",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="of vLLM, MaxText or tpu-inference",
     )
     seams.add_argument("--json", action="store_true", help="print the report as JSON")
 

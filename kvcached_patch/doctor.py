@@ -136,18 +136,7 @@ def _target(result: Diagnosis, package: str, label: str) -> Verdict | None:
         return verdict
     tested = "" if verdict.tested else "; this release is untested"
     result.add(label, where + tested, "ok" if verdict.tested else "note")
-    for status in verdict.statuses:
-        result.seams.append(
-            {
-                "id": status.seam.id,
-                "target": status.seam.target,
-                "process": status.seam.process,
-                "runner": status.seam.runner,
-                "ok": status.ok,
-                "expected": status.expected,
-                "found": status.found,
-            }
-        )
+    result.seams += [status.as_json() for status in verdict.statuses]
     name = "seams" if package == "vllm" else f"seams {label}"
     if verdict.problem:
         result.add(name, verdict.problem, "problem")

@@ -45,8 +45,9 @@ from typing import Any
 REPO_ROOT = Path(__file__).resolve().parent.parent
 LOG_TAIL_LINES = 40
 
-# One thread, bound to no core: with vLLM's own choice the processes of an engine, which wait
-# busily for each other, take each other's cores, and a start takes twice as long on two of them.
+# One thread, bound to no core: the same sums in every run, on any machine. With vLLM's own choice
+# the processes of an engine, or several engines, which wait busily for each other, take each
+# other's cores, and a start takes twice as long on two of them.
 ENV_DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",

@@ -88,6 +88,14 @@ def attend(attention: Attention, cache: Any, metadata: Any) -> tuple[Any, Any]:
     return attention(cache, metadata)
 
 
+def layers_per_block(caches: int, blocks: int) -> int:
+    """Caches of each of the equal blocks; raises LayerPlanError if they cannot be shared out."""
+    size, rest = divmod(caches, blocks)
+    if rest:
+        raise LayerPlanError(f"{caches} KV caches for {blocks} scanned blocks; expected a multiple")
+    return size
+
+
 def apply_layers(
     apply: Callable[[list[Any]], Any],
     layers: Any,
@@ -100,11 +108,7 @@ def apply_layers(
     apply: the loop, told the list of what each block gets as its cache; it replaces the items.
     metadata: that of every layer whose entry in `caches` is no supply already.
     """
-    size, rest = divmod(len(caches), length)
-    if rest:
-        raise LayerPlanError(
-            f"{len(caches)} KV caches for {length} scanned blocks; expected a multiple"
-        )
+    size = layers_per_block(len(caches), length)
     supplies = [cache if isinstance(cache, Supply) else Supply(cache, metadata) for cache in caches]
     blocks = [tuple(supplies[i : i + size]) for i in range(0, len(supplies), size)]
     with _fed(layers):

@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 
-from kvcached_patch.errors import LayerPlanError
-from kvcached_patch.jax.scan import Feed, Supply, feeding
+from kvcached_patch.jax.scan import Feed, Supply, feeding, layers_per_block
 
 
 def is_carry(inputs: Any) -> bool:
@@ -29,11 +28,7 @@ def block_class(layer_class: type, blocks: int) -> type:
             return layer_class.__call__(self, inputs, *args, **kwargs)
         hidden, caches, block = inputs
         *others, _, metadata = args
-        size, rest = divmod(len(caches), blocks)
-        if rest:
-            raise LayerPlanError(
-                f"{len(caches)} KV caches for {blocks} scanned blocks; expected a multiple"
-            )
+        size = layers_per_block(len(caches), blocks)
         places = [block * size + i for i in range(size)]
         supplies = [
             Supply(jax.lax.dynamic_index_in_dim(caches, place, keepdims=False), metadata)

@@ -38,6 +38,18 @@ class SeamStatus:
     found: str
     ok: bool
 
+    def as_json(self) -> dict[str, str | bool]:
+        """What reports say of it, as JSON-able data."""
+        return {
+            "id": self.seam.id,
+            "target": self.seam.target,
+            "process": self.seam.process,
+            "runner": self.seam.runner,
+            "ok": self.ok,
+            "expected": self.expected,
+            "found": self.found,
+        }
+
 
 @dataclass(frozen=True)
 class Verdict:

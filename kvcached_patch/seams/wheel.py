@@ -43,10 +43,7 @@ class WheelReport:
             "tested": verdict.tested,
             "aside": verdict.aside,
             "problem": verdict.problem,
-            "seams": [
-                {"id": s.seam.id, "expected": s.expected, "found": s.found, "ok": s.ok}
-                for s in verdict.statuses
-            ],
+            "seams": [status.as_json() for status in verdict.statuses],
             "unlisted_importers": [list(each) for each in self.unlisted],
         }
 

@@ -9,11 +9,7 @@ from tests.parity import OUT, REPORT, Run, run
 from tools.tiny_lora import write_adapter
 from tools.tiny_model import write_model
 
-# One thread for each worker: the same sums in every run, on any machine, and the two jobs do not
-# wait for each other's threads.
 ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
     "NUMBA_NUM_THREADS": "1",
     "PYTHONHASHSEED": "0",  # which seeds the hashes of blocks
 }

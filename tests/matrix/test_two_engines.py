@@ -67,9 +67,6 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     FOLDER.mkdir(parents=True, exist_ok=True)
     job = {"model": str(write_model("llama", OUT / "models")), "engine": ENGINE}
     env = {
-        # Threads bound to the same cores would let one engine do nothing while the other works.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
         "KVCACHED_PATCH": "1",
         "KVCACHED_PATCH_BUDGET": str(BUDGET),
         "XDG_RUNTIME_DIR": str(runtime),
