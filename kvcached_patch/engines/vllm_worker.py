@@ -174,8 +174,13 @@ def _activated(binding: Binding) -> Iterator[None]:
 
 
 def _ranges_by_descriptor(kv_cache_config: Any) -> int:
-    """One range for each plain descriptor, one for all packed ones (0.24-0.28)."""
-    strides = [tensor.block_stride for tensor in kv_cache_config.kv_cache_tensors]
+    """One range for each plain descriptor, one for all packed ones."""
+    from vllm.v1.kv_cache_interface import KVCacheTensor
+
+    tensors = kv_cache_config.kv_cache_tensors
+    if "block_stride" not in KVCacheTensor.__dataclass_fields__:  # before 0.24: nothing is packed
+        return len(tensors)
+    strides = [tensor.block_stride for tensor in tensors]
     return strides.count(0) + any(strides)
 
 
