@@ -58,7 +58,7 @@ class PageAwareQueue(Slabs, _LinkedQueue):
         self.freed_at = [0.0] * len(blocks)  # by block id, of kept ones: when that was, seconds
         self._withheld = 0
         self._kept_of = kept_of
-        self._append_n, self._prepend_n = type(queue).append_n, type(queue).prepend_n
+        self._append_n = type(queue).append_n
         self.fake_free_list_head.next_free_block = self.fake_free_list_tail
         self.fake_free_list_tail.prev_free_block = self.fake_free_list_head
 
@@ -148,7 +148,7 @@ class PageAwareQueue(Slabs, _LinkedQueue):
     def prepend_n(self, blocks: list[Any]) -> None:
         """Free blocks, to be evicted first."""
         if kept := self._bury(blocks):
-            self._prepend_n(self, kept)
+            super().prepend_n(kept)  # vLLM has it from 0.23, and calls it there
 
     def get_all_free_blocks(self) -> list[Any]:
         """All free blocks: dead ones by slab, kept ones by age."""

@@ -53,7 +53,8 @@ class Elastic:
         self._retain = config.load().retain
         self._block_bytes = geometry.block_bytes
         self._cache = block_pool.cached_block_hash_to_block
-        # From 0.30: free blocks that a connector still reads.
+        # From 0.24: the further hashes of blocks. From 0.30: free blocks that are still read.
+        self._hashes = getattr(block_pool, "cached_block_hashes_by_block", {})
         self._watched = getattr(block_pool, "_reuse_watchers", {})
         self.queue = block_pool.free_block_queue = page_aware(
             block_pool.free_block_queue,
@@ -264,15 +265,15 @@ class Elastic:
             self._let_go(block)
 
     def _kept_of(self, blocks: list[Any]) -> list[Any]:
-        extra = self._pool.cached_block_hashes_by_block
-        if not (self._cache or extra or self._watched):
+        hashes, watched = self._hashes, self._watched
+        if not (self._cache or hashes or watched):
             return []
         return [
             block
             for block in blocks
             if block.block_hash is not None
-            or block.block_id in extra
-            or block.block_id in self._watched
+            or block.block_id in hashes
+            or block.block_id in watched
         ]
 
     def _notice_reset(self) -> None:

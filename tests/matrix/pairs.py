@@ -5,9 +5,16 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import vllm
+from packaging.version import Version
+
 from tests.parity import OUT, REPORT, Run, run
 from tools.tiny_lora import write_adapter
 from tools.tiny_model import write_model
+
+# Before 0.24 vLLM hands out cached blocks before freed ones without a hash; ours does as later
+# releases do. What is found in the cache differs then, and with it how sums are rounded.
+SAME_EVICTIONS = Version("0.24") <= Version(vllm.__version__)
 
 ENVIRONMENT = {
     "NUMBA_NUM_THREADS": "1",
@@ -33,7 +40,7 @@ class Pair(NamedTuple):
         for ours, theirs in zip(patched, stock, strict=True):
             if "tokens" not in theirs:
                 self._emptied(ours, theirs)
-            elif timed:
+            elif timed or not SAME_EVICTIONS:
                 assert ours["tokens"] == theirs["tokens"]
                 batches.append(theirs)
             else:

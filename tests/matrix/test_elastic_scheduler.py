@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
-from tests.bare import stock
+from tests.bare import VERSION, stock
 from tests.slots import SLOT_BYTES, Setup
 from tests.steps import (
     Engine,
@@ -88,6 +89,11 @@ def test_retaining_all_schedules_hits_and_tells_the_same_as_stock(
     patched = run(elastic=True)
     with stock():
         plain = run(elastic=False)
+    if Version("0.24") > VERSION:
+        # There stock hands out cached blocks before freed ones without a hash, ours, as later
+        # releases do, after them.
+        assert patched.worker.hits >= plain.worker.hits > 100
+        return
     assert patched.trace == plain.trace
     assert patched.worker.hits == plain.worker.hits > 100
     kinds = {type(event).__name__ for event in plain.events.seen}
