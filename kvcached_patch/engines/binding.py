@@ -14,6 +14,7 @@ from kvcached_patch import __version__, config
 from kvcached_patch.core.extents import Cells, View, block_cells, slab_blocks
 from kvcached_patch.core.layers import LayerPlan, alias_sharing, plan_layers
 from kvcached_patch.engines.supply import StorageSupply
+from kvcached_patch.engines.vllm_static import static_because
 from kvcached_patch.errors import ConfigError, LayerPlanError, SeamMismatch
 from kvcached_patch.memory import Memory, reserve
 from kvcached_patch.pool import ElasticPool
@@ -26,6 +27,7 @@ logger = logging.getLogger("vllm.kvcached_patch")
 class Report:
     """What one worker did: the proof of activity that EngineCore asks each worker for.
 
+    pool: kind of memory, "stock" where vLLM allocated it as it came, "none" without a KV cache.
     pools: owner-only pool count. aliased: sharing layers bound to their target's cache.
     ranges: separate ranges of memory the pools lie in. reserved_bytes: their total length.
     min_slab_blocks: blocks per slab that cover a page in every pool; 0 if the memory cannot be
@@ -52,6 +54,7 @@ class Binding:
     def __init__(self, worker: Any) -> None:
         """Bind the storage of `worker`, a vLLM ``Worker`` with its model loaded."""
         self.runner = worker.model_runner
+        self.stock = static_because(worker.vllm_config) is not None
         # vLLM's own two classes: v1/worker/gpu_model_runner.py, v1/worker/gpu/model_runner.py.
         is_v2 = any(
             cls.__module__.startswith("vllm.v1.worker.gpu.") for cls in type(self.runner).__mro__
@@ -139,7 +142,7 @@ class Binding:
             pid=os.getpid(),
             version=__version__,
             runner=self.runner_kind,
-            pool=self.memories[0].kind if self.memories else "none",
+            pool="stock" if self.stock else self.memories[0].kind if self.memories else "none",
             pools=self.plan.pool_count,
             aliased=len(self.plan.aliases),
             ranges=len(self.memories),
@@ -150,10 +153,16 @@ class Binding:
         )
 
 
-def _reserve(nbytes: int, device: torch.device) -> Memory:
+def pool_kind(device_type: str) -> str:
+    """The kind of memory that this setting gives on devices of this type."""
     kind = config.load().pool
     if kind == "auto":
-        kind = "host" if device.type == "cpu" else "static"
+        return "host" if device_type == "cpu" else "static"
+    return kind
+
+
+def _reserve(nbytes: int, device: torch.device) -> Memory:
+    kind = pool_kind(device.type)
     if kind == "host" and device.type != "cpu":
         raise ConfigError(
             f"{config.POOL}={kind!r}: the KV cache is on {device}; expected one of: auto, static"

@@ -11,8 +11,10 @@ from typing import Any
 from kvcached_patch import __version__, config
 from kvcached_patch.core.layers import plan_layers
 from kvcached_patch.engines.arguments import named
+from kvcached_patch.engines.binding import pool_kind
 from kvcached_patch.engines.budget import Geometry, join
 from kvcached_patch.engines.vllm_scheduler import agree
+from kvcached_patch.engines.vllm_static import Reason, static_because
 from kvcached_patch.engines.vllm_worker import divide, report
 from kvcached_patch.errors import ConfigError, SeamMismatch
 from kvcached_patch.seams.apply import tally
@@ -29,15 +31,18 @@ def initialize_from_config(
     """``Executor.initialize_from_config``: afterwards ask each worker what it bound.
 
     Raises SeamMismatch if one is unpatched or counts other pools than the scheduler, ConfigError
-    for memory bounds that no request fits in. Whatever is raised here, the workers are shut down
-    first: vLLM >= 0.24 waits without a time-out for workers that are still up when EngineCore
-    fails (unified-cache-management#1399).
+    for memory bounds that no request fits in, or that cannot be kept. Whatever is raised here, the
+    workers are shut down first: vLLM >= 0.24 waits without a time-out for workers that are still
+    up when EngineCore fails (unified-cache-management#1399).
     """
     configs = named(wrapped, args, kwargs)["kv_cache_configs"]
+    static = static_because(executor.vllm_config)
     # In one process the worker may append sharing layers to these very objects.
     before = copy.deepcopy(configs)
-    planned = [planned_pools(kv_cache_config) for kv_cache_config in before]
+    planned = [planned_pools(each) if static is None else 0 for each in before]
     try:
+        if static is not None:
+            _stay_in_place(static, executor.vllm_config.device_config.device_type)
         result = wrapped(*args, **kwargs)
         reports = executor.collective_rpc(report)
         problem = "; ".join(
@@ -47,7 +52,10 @@ def initialize_from_config(
         )
         if problem:
             raise SeamMismatch(f"the plan is not in force everywhere: {problem}")
-        _divide(executor, before[0], reports)
+        if static is None:
+            _divide(executor, before[0], reports)
+        else:
+            agree(None)
     except BaseException:
         executor.shutdown()
         raise
@@ -61,6 +69,26 @@ def initialize_from_config(
             ", ".join(str(pools) for pools in planned),
         )
     return result
+
+
+def _stay_in_place(reason: Reason, device_type: str) -> None:
+    """Say why memory will not follow the load, where it would else.
+
+    Raises ConfigError if it was asked to.
+    """
+    settings = config.load()
+    for name, asked, expected in (
+        (config.POOL, settings.pool == "host", "one of: auto, static"),
+        (config.LIMIT, settings.limit is not None, "no bound"),
+        (config.BUDGET, settings.budget is not None, "no bound"),
+    ):
+        if asked:
+            raise ConfigError(
+                f"{name}={config.raw(name)!r}: this engine's memory cannot be given back in parts "
+                f"({reason.feature}: {reason.why}); expected {expected}; or {reason.remedy}"
+            )
+    if pool_kind(device_type) != "static":
+        logger.warning("kvcached-patch: memory once touched stays committed: %s", reason)
 
 
 def _divide(executor: Any, kv_cache_config: Any, reports: list[dict[str, Any]]) -> None:

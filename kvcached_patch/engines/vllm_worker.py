@@ -29,12 +29,23 @@ def initialize_from_config(
 ) -> Any:
     """``Worker.initialize_from_config``, the gate: only what it allocates is the real cache.
 
-    vLLM's profiling runs use the same allocation functions, but never from here.
+    vLLM's profiling runs use the same allocation functions, but never from here. Where the cache
+    must stay in place, vLLM allocates it as it came.
     """
     kv_cache_config = named(wrapped, args, kwargs)["kv_cache_config"]
     binding = Binding(worker)
-    with _activated(binding):
+    if binding.stock:
         result = wrapped(*args, **kwargs)
+    else:
+        result = _allocated(binding, kv_cache_config, partial(wrapped, *args, **kwargs))
+    _bindings[worker] = binding
+    _announce(binding.report())
+    return result
+
+
+def _allocated(binding: Binding, kv_cache_config: Any, call: Callable[[], Any]) -> Any:
+    with _activated(binding):
+        result = call()
     if kv_cache_config.kv_cache_tensors and not binding.memories:
         raise SeamMismatch(
             f"the {binding.runner_kind} runner ({type(binding.runner).__module__}) allocated its "
@@ -43,8 +54,6 @@ def initialize_from_config(
             f"{config.TOGGLE}=0 to run this configuration unpatched"
         )
     binding.measure(kv_cache_config.num_blocks)
-    _bindings[worker] = binding
-    _announce(binding.report())
     return result
 
 
@@ -195,14 +204,16 @@ def _sharing_of(binding: Binding) -> tuple[Collection[str], Mapping[str, str]]:
 
 
 def _announce(report: Report) -> None:
+    memory = (
+        "the KV cache is vLLM's own"
+        if report.pool == "stock"
+        else f"pools: {report.pools}, sharing layers aliased: {report.aliased}, "
+        f"{report.pool} memory reserved: {report.reserved_bytes / 2**30:.2f} GiB"
+    )
     logger.info(
-        "kvcached-patch %s active: worker, seams applied: %s, %s runner, pools: %d, "
-        "sharing layers aliased: %d, %s memory reserved: %.2f GiB",
+        "kvcached-patch %s active: worker, seams applied: %s, %s runner, %s",
         report.version,
         tally(),
         report.runner,
-        report.pools,
-        report.aliased,
-        report.pool,
-        report.reserved_bytes / 2**30,
+        memory,
     )

@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing import get_context
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.matrix.driver import Driver, Found, InProcess, Job
@@ -57,6 +58,15 @@ def parallel(job: Job) -> Found:
         tensor=partial(_in_process, tensor_parallel_size=2),
         pipeline=partial(_parallel, pipeline_parallel_size=2),
         alone=_in_process,
+    )
+
+
+def connected(job: Job) -> Found:
+    """The same of engines with KV connectors, which may load what they have stored."""
+    return _forked(
+        job,
+        example=partial(_connected, kv_connector="ExampleConnector"),
+        bench=partial(_connected, kv_connector="DecodeBenchConnector"),
     )
 
 
@@ -142,3 +152,21 @@ def _in_process(job: Job, **settings: Any) -> Found:
     """The same with the scheduler in this fork: it starts faster and can be asked."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return _parallel(job, InProcess, **settings)
+
+
+def _connected(job: Job, kv_connector: str) -> Found:
+    with TemporaryDirectory() as folder:
+        extra = {"shared_storage_path": folder}
+        engine = InProcess(
+            job,
+            job["models"]["llama"],
+            num_gpu_blocks_override=80,
+            kv_transfer_config={
+                "kv_connector": kv_connector,
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": extra,
+            },
+            **SMALL,
+        )
+        found = [engine.run(SHARED), engine.emptied(), engine.run(SHARED)]
+        return {"modes": {"twice": found}, "probes": engine.close()}
