@@ -10,8 +10,8 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from kvcached_patch.seams.check import Installed
-from kvcached_patch.seams.manifest import Importer, Manifest, Seam
+from kvcached_patch.seams.manifest import Importer, Manifest, Seam, Use
+from kvcached_patch.seams.sources import Installed
 
 
 def write(root: Path, files: Mapping[str, str]) -> Path:
@@ -47,6 +47,17 @@ def seam(target: str = "lib.work:allocate", signature: str = "(plan)", **given: 
     )
 
 
-def manifest(*seams: Seam, supported: str = ">=1", tested: tuple[str, ...] = ("1.0",)) -> Manifest:
+def use(target: str, versions: str = "", **given: Any) -> Use:
+    """A name that is relied on: `signature`, or `has` and `methods`."""
+    has, methods = given.get("has", ()), given.get("methods", ())
+    return Use(target, SpecifierSet(versions), given.get("signature", ""), has, methods, "a test")
+
+
+def manifest(
+    *seams: Seam,
+    supported: str = ">=1",
+    tested: tuple[str, ...] = ("1.0",),
+    uses: tuple[Use, ...] = (),
+) -> Manifest:
     """A manifest of `lib`."""
-    return Manifest("lib", SpecifierSet(supported), tested, seams)
+    return Manifest("lib", SpecifierSet(supported), tested, seams, uses)

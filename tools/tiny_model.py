@@ -111,7 +111,7 @@ def _values(name: str, shape: Shape, config: Config) -> array[float]:
         low, high = (1.0, 4.0) if name.endswith(".A_log") else (0.02, 0.5)
         invert = math.log if name.endswith(".A_log") else _inverse_softplus
         return array("f", (invert(stream.uniform(low, high)) for _ in range(count)))
-    mean, std = _distribution(name, shape, config)
+    mean, std = distribution(name, shape, config)
     return array("f", (mean + std * stream.gauss(0.0, 1.0) for _ in range(count)))
 
 
@@ -119,7 +119,7 @@ def _inverse_softplus(value: float) -> float:
     return value + math.log(-math.expm1(-value))
 
 
-def _distribution(name: str, shape: Shape, config: Config) -> tuple[float, float]:
+def distribution(name: str, shape: Shape, config: Config) -> tuple[float, float]:
     """Mean and standard deviation of one parameter."""
     parts = name.split(".")
     if len(shape) == 1:
@@ -138,6 +138,7 @@ def _distribution(name: str, shape: Shape, config: Config) -> tuple[float, float
 
 _GAINS = {
     "q_proj": 2.0,
+    "qkv_proj": 2.0,
     "k_proj": 2.0,
     "v_proj": 1.5,
     "o_proj": 1.5,

@@ -271,9 +271,7 @@ class Elastic:
         return [
             block
             for block in blocks
-            if block.block_hash is not None
-            or block.block_id in hashes
-            or block.block_id in watched
+            if block.block_hash is not None or block.block_id in hashes or block.block_id in watched
         ]
 
     def _notice_reset(self) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import re
-import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as distribution_version
@@ -15,18 +12,17 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from kvcached_patch.errors import SeamMismatch
-from kvcached_patch.seams.manifest import ANY_SIGNATURE, Manifest, Seam, covers
-
-FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-@dataclass(frozen=True)
-class Installed:
-    """A target library's source tree; root is the package directory."""
-
-    package: str
-    version: Version
-    root: Path
+from kvcached_patch.seams.manifest import ANY_SIGNATURE, Manifest, Seam, Use, covers
+from kvcached_patch.seams.sources import (
+    Installed,
+    calls,
+    class_source,
+    find_function,
+    imports_by_value,
+    normal_signature,
+    parse_function,
+    read_module,
+)
 
 
 @dataclass(frozen=True)
@@ -121,11 +117,19 @@ def check(manifest: Manifest, installed: Installed, *, alone: bool = False) -> V
             f"{installed.package} {version}: no seams are known for this release; "
             f"expected {installed.package} {manifest.supported}"
         )
-    elif bad := [status for status in statuses if not status.ok]:
+    else:
         problem = "\n".join(
-            f"{installed.package} {version}: seam {s.seam.id} differs ({s.seam.target}): "
-            f"expected {s.expected}; found {s.found}"
-            for s in bad
+            [
+                f"{installed.package} {version}: seam {s.seam.id} differs ({s.seam.target}): "
+                f"expected {s.expected}; found {s.found}"
+                for s in statuses
+                if not s.ok
+            ]
+            + [
+                f"{installed.package} {version}: {use.target} differs, which is relied on: {fault}"
+                for use in manifest.uses_in(version)
+                if (fault := _fault(use, installed))
+            ]
         )
     return Verdict(installed, statuses, manifest.is_tested(version), problem)
 
@@ -139,12 +143,12 @@ def _aside(manifest: Manifest, version: Version, *, alone: bool) -> str:
 
 
 def _check_seam(seam: Seam, installed: Installed) -> SeamStatus:
-    expected = _normal_signature(_parse_function(f"def f{seam.signature}: ..."))
+    expected = normal_signature(parse_function(f"def f{seam.signature}: ..."))
     source = read_module(installed, seam.module)
     function = source and find_function(source, seam.qualname)
     if not function:
         return SeamStatus(seam, expected, f"no {seam.qualname} in {seam.module}", ok=False)
-    found = _normal_signature(function)
+    found = normal_signature(function)
     missing = [f"no call of {name} in its body" for name in seam.calls if not calls(function, name)]
     for module in seam.importers_in(installed.version):
         text = read_module(installed, module)
@@ -155,16 +159,31 @@ def _check_seam(seam: Seam, installed: Installed) -> SeamStatus:
     return SeamStatus(seam, expected, "; ".join([found, *missing]), ok)
 
 
-def read_module(installed: Installed, module: str) -> str | None:
-    """The source text of a module of the library, None if it has no such module."""
-    relative = module.split(".")[1:]
-    for path in (
-        installed.root.joinpath(*relative).with_suffix(".py"),
-        installed.root.joinpath(*relative, "__init__.py"),
-    ):
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-    return None
+def _fault(use: Use, installed: Installed) -> str:
+    """What is not as it must be of a name that is relied on, '' if all is."""
+    module, _, qualname = use.target.partition(":")
+    source = read_module(installed, module)
+    if use.signature:
+        function = source and find_function(source, qualname)
+        found = normal_signature(function) if function else "nothing"
+        expected = normal_signature(parse_function(f"def f{use.signature}: ..."))
+        return "" if found == expected else f"expected {expected}; found {found}"
+    text = source and class_source(source, qualname)
+    if not text:
+        return "expected one such class; found none, or several"
+    missing = [name for name in use.has if not _has(text, name)]
+    methods = re.findall(r"^    (?:async )?def (\w+)", text, re.MULTILINE)
+    new = [name for name in methods if not (name in use.methods or name.startswith("__"))]
+    faults = [f"no {name}" for name in missing]
+    faults += [f"a new method {name}" for name in new if use.methods]
+    expected = ", ".join(use.methods or use.has)
+    return f"expected {expected}; found {', '.join(faults)}" if faults else ""
+
+
+def _has(class_source: str, name: str) -> bool:
+    """Whether a class defines a method, a field or an attribute of this name."""
+    pattern = rf"^    (?:async )?def {name}\(|^    {name}\b *[:=]|\bself\.{name}\b *[:=]"
+    return re.search(pattern, class_source, re.MULTILINE) is not None
 
 
 def unlisted_importers(manifest: Manifest, installed: Installed) -> list[tuple[Seam, str]]:
@@ -184,115 +203,3 @@ def unlisted_importers(manifest: Manifest, installed: Installed) -> list[tuple[S
             and imports_by_value(source, module, seam, is_package=is_package)
         ]
     return found
-
-
-def find_function(source: str, qualname: str) -> FunctionNode | None:
-    """The definition of ``function`` or ``Class.method``, None if there is none.
-
-    Only the lines of the definition are parsed where they can be told apart by indentation: the
-    whole of gpu_model_runner.py takes 90 ms to parse, in every process. Any doubt parses it all.
-    """
-    node = _slice_function(source, qualname)
-    if node is not None:
-        return node
-    try:
-        body = ast.parse(source).body
-    except SyntaxError:
-        return None
-    *outer, name = qualname.split(".")
-    for class_name in outer:
-        classes = [n for n in body if isinstance(n, ast.ClassDef) and n.name == class_name]
-        body = classes[-1].body if classes else []
-    functions = [n for n in body if isinstance(n, FunctionNode) and n.name == name]
-    return functions[-1] if functions else None
-
-
-def _slice_function(source: str, qualname: str) -> FunctionNode | None:
-    *outer, name = qualname.split(".")
-    indent = ""
-    for class_name in outer:
-        source = _only_block(source, rf"class {class_name}\b", indent) or ""
-        indent += "    "
-    text = _only_block(source, rf"(?:async )?def {name}\(", indent)
-    try:
-        return _parse_function(textwrap.dedent(text)) if text else None
-    except SyntaxError:
-        return None
-
-
-def _only_block(source: str, header: str, indent: str) -> str | None:
-    starts = list(re.finditer(rf"^{indent}{header}", source, re.MULTILINE))
-    if len(starts) != 1 or _maybe_in_string(source, starts[0].start()):
-        return None
-    start = starts[0].start()
-    end = re.compile(rf"^ {{0,{len(indent)}}}[^\s)#]", re.MULTILINE).search(source, starts[0].end())
-    return source[start : end.start() if end else len(source)]
-
-
-def _maybe_in_string(source: str, position: int) -> bool:
-    """Whether a triple-quoted string may be open here: a doubt, not a finding."""
-    return any(source.count(quotes, 0, position) % 2 for quotes in ('"""', "'''"))
-
-
-def _parse_function(text: str) -> FunctionNode:
-    statements = ast.parse(text).body
-    if len(statements) != 1 or not isinstance(statements[0], FunctionNode):
-        raise SyntaxError("expected exactly one function")
-    return statements[0]
-
-
-def _normal_signature(function: FunctionNode) -> str:
-    arguments = function.args
-    for argument in ast.walk(arguments):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
-    prefix = "async " if isinstance(function, ast.AsyncFunctionDef) else ""
-    return f"{prefix}({ast.unparse(arguments)})"
-
-
-def calls(function: FunctionNode, dotted: str) -> bool:
-    """Whether the body calls this dotted name."""
-    return any(
-        isinstance(node, ast.Call) and ast.unparse(node.func) == dotted
-        for node in ast.walk(function)
-    )
-
-
-def imports_by_value(source: str, importer: str, seam: Seam, *, is_package: bool = False) -> bool:
-    """Whether `importer` has a from-import of the seam's function, by its name, at top level.
-
-    is_package: whether the importer's source is an ``__init__.py``.
-    """
-    parts = importer.split(".")
-    package = parts if is_package else parts[:-1]
-    spellings = [seam.module, *_relative_spellings(package, seam.module)]
-    return any(
-        seam.qualname in names
-        for spelling in spellings
-        for names in _from_imports(source, spelling)
-    )
-
-
-def _relative_spellings(package: list[str], module: str) -> Iterator[str]:
-    """``.utils`` for a.b.utils in package a.b, ``..utils`` in package a.b.c, and so on."""
-    for up in range(len(package)):
-        base = ".".join(package[: len(package) - up]) + "."
-        if module.startswith(base):
-            yield "." * (up + 1) + module[len(base) :]
-
-
-def _from_imports(source: str, module: str) -> Iterator[set[str]]:
-    """The unaliased names of each such statement, which ends with the first line that parses."""
-    for match in re.finditer(rf"^from {re.escape(module)} import ", source, re.MULTILINE):
-        if _maybe_in_string(source, match.start()):
-            continue
-        text = ""
-        for line in source[match.start() :].splitlines(keepends=True):
-            text += line
-            try:
-                statement = ast.parse(text).body[0]
-            except SyntaxError:
-                continue
-            if isinstance(statement, ast.ImportFrom):
-                yield {a.name for a in statement.names if a.asname in (None, a.name)}
-            break

@@ -74,6 +74,23 @@ class Seam:
 
 
 @dataclass(frozen=True)
+class Use:
+    """A name of the library that our code relies on without patching it.
+
+    target: ``module:qualname``. signature: of a function, else ''. has: attributes and methods
+    that a class must have. methods: all methods that a class may have, but for dunders; empty if
+    others do no harm.
+    """
+
+    target: str
+    versions: SpecifierSet
+    signature: str
+    has: tuple[str, ...]
+    methods: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True)
 class Manifest:
     """All seams of one target library.
 
@@ -86,12 +103,17 @@ class Manifest:
     supported: SpecifierSet
     tested: tuple[str, ...]
     seams: tuple[Seam, ...]
+    uses: tuple[Use, ...] = ()
     right: SpecifierSet | None = None
     displaced_by: str = ""
 
     def seams_in(self, version: Version) -> tuple[Seam, ...]:
         """The seams that this release must have."""
         return tuple(seam for seam in self.seams if covers(seam.versions, version))
+
+    def uses_in(self, version: Version) -> tuple[Use, ...]:
+        """What this release must have besides."""
+        return tuple(use for use in self.uses if covers(use.versions, version))
 
     def is_tested(self, version: Version) -> bool:
         """Whether this release was run against; post-releases and local builds are that release."""
@@ -134,6 +156,7 @@ def parse_manifest(text: str, source: str) -> Manifest:
     top = _Table(source, data)
     target = _Table(f"{source} [target]", top.take("target", dict, default={}))
     entries = top.take("seam", list, default=[])
+    used = top.take("use", list, default=[])
     top.done()
     tested = target.texts("tested")
     manifest = Manifest(
@@ -145,6 +168,9 @@ def parse_manifest(text: str, source: str) -> Manifest:
         seams=tuple(
             _seam(_Table(f"{source} [[seam]] {n}", entry))
             for n, entry in enumerate(entries, start=1)
+        ),
+        uses=tuple(
+            _use(_Table(f"{source} [[use]] {n}", entry)) for n, entry in enumerate(used, start=1)
         ),
     )
     target.done()
@@ -176,22 +202,48 @@ def _seam(table: _Table) -> Seam:
         remove_when=table.text("remove_when"),
     )
     table.done()
-    for key, value in (("target", seam.target), ("wrapper", seam.wrapper)):
-        module, colon, name = value.partition(":")
-        if not (colon and module and name):
-            raise ConfigError(f"{table.where}: {key}={value!r}: expected module:name")
+    _require_name(table, "target", seam.target)
+    _require_name(table, "wrapper", seam.wrapper)
     if (seam.kind == "method") != ("." in seam.qualname):
         raise ConfigError(
             f"{table.where}: target={seam.target!r}: expected module:Class.name for a method, "
             "module:name for a function"
         )
+    _require_signature(table, seam.signature)
+    return seam
+
+
+def _use(table: _Table) -> Use:
+    use = Use(
+        target=table.text("target"),
+        versions=table.versions("versions"),
+        signature=table.text("signature") if "signature" in table else "",
+        has=tuple(table.texts("has", default=[])),
+        methods=tuple(table.texts("methods", default=[])),
+        why=table.text("why"),
+    )
+    table.done()
+    _require_name(table, "target", use.target)
+    if use.signature:
+        _require_signature(table, use.signature)
+    if bool(use.signature) is bool(use.has):
+        raise ConfigError(f"{table.where}: expected signature, for a function, or has, for a class")
+    return use
+
+
+def _require_name(table: _Table, key: str, value: str) -> None:
+    module, colon, name = value.partition(":")
+    if not (colon and module and name):
+        raise ConfigError(f"{table.where}: {key}={value!r}: expected module:name")
+
+
+def _require_signature(table: _Table, signature: str) -> None:
     try:
-        statements = ast.parse(f"def f{seam.signature}: ...").body
+        statements = ast.parse(f"def f{signature}: ...").body
     except SyntaxError:
         statements = []
     if len(statements) != 1:
-        raise ConfigError(f"{table.where}: signature={seam.signature!r}: expected a parameter list")
-    return seam
+        raise ConfigError(f"{table.where}: signature={signature!r}: expected a parameter list")
 
 
 def _importer(table: _Table) -> Importer:

@@ -14,8 +14,9 @@ from zipfile import BadZipFile, ZipFile
 from packaging.version import InvalidVersion, Version
 
 from kvcached_patch.errors import SeamMismatch
-from kvcached_patch.seams.check import Installed, Verdict, check, unlisted_importers
+from kvcached_patch.seams.check import Verdict, check, unlisted_importers
 from kvcached_patch.seams.manifest import load_manifest
+from kvcached_patch.seams.sources import Installed
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ PATIENCE_SECONDS = 60.0
 
 Job = dict[str, Any]
 Found = dict[str, Any]
+Prompt = Sequence[int] | dict[str, Any]
 
 
 class Driver:
@@ -28,14 +29,14 @@ class Driver:
 
     def run(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
         *,
         adapters: Sequence[Any] = (),
         abort: Sequence[int] = (),
         after_steps: int = 0,
         **sampling: Any,
     ) -> Found:
-        """Run one batch.
+        """Run one batch of token ids, or of vLLM's own kind of prompt.
 
         adapters: a LoRA request or None for each prompt. abort: prompts given up after so many
         steps. Found, of every sequence that got a token, in order: `tokens`, `logprobs`; of every
@@ -48,7 +49,7 @@ class Driver:
         for i, prompt in enumerate(prompts):
             self.engine.add_request(
                 str(i),
-                {"prompt_token_ids": list(prompt)},
+                prompt if isinstance(prompt, dict) else {"prompt_token_ids": list(prompt)},
                 SamplingParams(**{**SAMPLING_DEFAULTS, **sampling}),
                 lora_request=adapters[i] if adapters else None,
             )
@@ -141,7 +142,7 @@ class InProcess(Driver):
         time.sleep(QUIET_SECONDS)
         self.run([[5, 6, 7]], max_tokens=3)
 
-    def run(self, prompts: Sequence[Sequence[int]], **options: Any) -> Found:
+    def run(self, prompts: Sequence[Prompt], **options: Any) -> Found:
         """Found besides: `preemptions`, how many; `leaked`, blocks that are not free afterwards."""
         found = super().run(prompts, **options)
         pool = self._scheduler.kv_cache_manager.block_pool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -9,7 +10,6 @@ import vllm
 from packaging.version import Version
 
 from tests.parity import OUT, REPORT, Run, run
-from tools.tiny_lora import write_adapter
 from tools.tiny_model import write_model
 
 # Before 0.24 vLLM hands out cached blocks before freed ones without a hash; ours does as later
@@ -67,17 +67,21 @@ class Pair(NamedTuple):
         assert ours["resident_bytes"] <= ours["reserved_bytes"] / 4, "memory was not given back"
 
 
-def pair(case: str, scene: str, **env: str) -> Pair:
-    """Run a scene on stock and on patched vLLM at the same time."""
-    names = ("llama", "llama_draft", "gemma3n")
-    models = {name: write_model(name, OUT / "models") for name in names}
-    adapter = write_adapter(models["llama"], OUT / "models" / "llama_lora")
-    job = {
+def pair(
+    case: str,
+    scene: str,
+    models: Collection[str] = ("llama", "llama_draft", "gemma3n"),
+    job: Mapping[str, Any] | None = None,
+    **env: str,
+) -> Pair:
+    """Run a scene on stock and on patched vLLM at the same time; `job`: more keys of its job."""
+    paths = {name: write_model(name, OUT / "models") for name in models}
+    both = {
         "call": scene,
-        "models": {name: str(path) for name, path in models.items()},
-        "adapter": str(adapter),
+        "models": {name: str(path) for name, path in paths.items()},
         "env": {**ENVIRONMENT, **env},
+        **(job or {}),
     }
     with ThreadPoolExecutor(2) as threads:
-        jobs = [{**job, "patched": on, "elastic": on} for on in (False, True)]
+        jobs = [{**both, "patched": on, "elastic": on} for on in (False, True)]
         return Pair(*threads.map(lambda job: run(case, "llama", **job), jobs))

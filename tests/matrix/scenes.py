@@ -1,7 +1,6 @@
 """What the engines of the modes' tests do, in the process that a job runs in.
 
-Keys of their jobs: `models`, directories by name; `adapter`, a LoRA adapter's directory;
-`elastic`, whether memory is to be given back.
+Keys of their jobs: `models`, directories by name; `elastic`, whether memory is to be given back.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from tempfile import TemporaryDirectory
@@ -45,7 +43,7 @@ def speculates() -> bool:
 def modes(job: Job) -> Found:
     """The findings of several engines by their names, each a list of them for every mode."""
     speculative = {"draft": _draft} if speculates() else {}
-    return _forked(job, llama=_llama, gemma3n=_gemma3n, **speculative)
+    return forked(job, llama=_llama, gemma3n=_gemma3n, **speculative)
 
 
 def parallel(job: Job) -> Found:
@@ -53,7 +51,7 @@ def parallel(job: Job) -> Found:
 
     Of one engine without any parallelism too, which is what each data-parallel rank is.
     """
-    return _forked(
+    return forked(
         job,
         tensor=partial(_in_process, tensor_parallel_size=2),
         pipeline=partial(_parallel, pipeline_parallel_size=2),
@@ -63,27 +61,28 @@ def parallel(job: Job) -> Found:
 
 def connected(job: Job) -> Found:
     """The same of engines with KV connectors, which may load what they have stored."""
-    return _forked(
+    return forked(
         job,
         example=partial(_connected, kv_connector="ExampleConnector"),
         bench=partial(_connected, kv_connector="DecodeBenchConnector"),
     )
 
 
-def _forked(job: Job, **engines: Callable[[Job], Found]) -> Found:
-    """Run engines at the same time, each in a fork of this process, which imports vLLM once.
+def forked(job: Job, at_once: int = 3, **engines: Callable[[Job], Found]) -> Found:
+    """Run engines, so many at a time, each in a fork of this process, which imports vLLM once.
 
     One after another in one process is beyond vLLM 0.32 in its in-process mode: AttributeError
     in `triton_utils.dispatcher.register_kernels`.
     """
     for module in ("entrypoints.llm", "v1.worker.cpu_worker", "v1.worker.cpu_model_runner"):
         importlib.import_module(f"vllm.{module}")
-    with ExitStack() as stack:
-        waiting = {}
-        for name, engine in engines.items():
-            process = ProcessPoolExecutor(1, mp_context=get_context("fork"))
-            waiting[name] = stack.enter_context(process).submit(engine, job)
-        return {name: future.result() for name, future in waiting.items()}
+
+    def run(engine: Callable[[Job], Found]) -> Found:
+        with ProcessPoolExecutor(1, mp_context=get_context("fork")) as process:
+            return process.submit(engine, job).result()
+
+    with ThreadPoolExecutor(at_once) as threads:
+        return dict(zip(engines, threads.map(run, engines.values()), strict=True))
 
 
 def _llama(job: Job) -> Found:

@@ -7,6 +7,9 @@ import vllm
 
 from tests.matrix.pairs import SAME_EVICTIONS, Pair, pair
 from tests.matrix.scenes import speculates
+from tests.parity import OUT
+from tools.tiny_lora import write_adapter
+from tools.tiny_model import write_model
 
 FOLDER = f"modes-{vllm.__version__}"
 SPECULATIVE = pytest.mark.skipif(
@@ -18,9 +21,11 @@ SPECULATIVE = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def engines() -> Pair:
     """All engines, stock and patched, retaining all: then also evictions must be those of stock."""
+    adapter = write_adapter(write_model("llama", OUT / "models"), OUT / "models" / "llama_lora")
     return pair(
         FOLDER,
         "tests.matrix.scenes:modes",
+        job={"adapter": str(adapter)},
         KVCACHED_PATCH_RETAIN="all",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )

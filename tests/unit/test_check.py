@@ -11,7 +11,7 @@ from packaging.version import Version
 
 from kvcached_patch.errors import SeamMismatch
 from kvcached_patch.seams.check import Verdict, check, locate, read_version
-from tests.trees import installed, manifest, seam, write
+from tests.trees import installed, manifest, seam, use, write
 
 WORK = """\
 import torch
@@ -127,6 +127,59 @@ def test_all_problems_of_all_seams_are_told_at_once(tmp_path: Path) -> None:
         assert words in second
     for module in ("lib.user", "lib.later"):
         assert f"; no from-import of it in {module}" in second
+
+
+QUEUE = """
+class Queue:
+    size: int
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def take(self):
+        def inner(): pass
+
+    async def give(self): pass
+"""
+USED = {
+    "as it is": (("", ""), ""),
+    "a method less": (("def take", "def fetch"), "found no take, a new method fetch"),
+    "a method more": (("    async", "    def peek(self): pass\n    async"), "a new method peek"),
+    "an attribute less": (("self.count =", "count ="), "found no count"),
+    "a field less": (("size: int", "pass"), "found no size"),
+    "no such class": (("class Queue", "class Queues"), "found none, or several"),
+    "two of them": (("class Queue:", "class Queue: pass\nclass Queue:"), "found none, or several"),
+}
+
+
+@pytest.mark.parametrize(("change", "fault"), USED.values(), ids=USED)
+def test_a_class_that_is_relied_on(tmp_path: Path, change: tuple[str, str], fault: str) -> None:
+    relied = use("lib.queue:Queue", has=("take", "count", "size"), methods=("take", "give"))
+    lib = installed(tmp_path, {**FILES, "queue.py": QUEUE.replace(*change)})
+    problem = check(manifest(START, uses=(relied,)), lib).problem
+    assert bool(problem) is bool(fault)
+    if fault:
+        assert problem.startswith("lib 1.0: lib.queue:Queue differs, which is relied on: expected ")
+        assert problem.endswith(fault)
+
+
+@pytest.mark.parametrize(
+    ("source", "versions", "fault"),
+    [
+        ("def length(queue):\n    pass\n", "", ""),
+        ("def length(queue, unit):\n    pass\n", "", "found (queue, unit)"),
+        ("", "", "found nothing"),
+        ("", ">=2", ""),
+    ],
+)
+def test_a_function_that_is_relied_on(
+    tmp_path: Path, source: str, versions: str, fault: str
+) -> None:
+    relied = use("lib.queue:length", versions, signature="(queue)")
+    lib = installed(tmp_path, {**FILES, "queue.py": source})
+    problem = check(manifest(START, uses=(relied,)), lib).problem
+    assert bool(problem) is bool(fault)
+    assert problem.endswith(fault)
 
 
 def test_missing_modules(tmp_path: Path) -> None:

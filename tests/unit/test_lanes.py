@@ -86,7 +86,7 @@ def test_pytest_selects_a_lane_by_its_marker(tree: Path, lane: str) -> None:
     done = run(sys.executable, "-m", "pytest", "-v", "-m", lane, cwd=tree)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"test_{lane}.py::test_one PASSED" in done.stdout
-    assert "1 passed, 4 deselected" in done.stdout
+    assert f"1 passed, {len(LANES) - 1} deselected" in done.stdout
 
 
 @pytest.mark.parametrize("fault", [double, repeat, forget])

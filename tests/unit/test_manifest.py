@@ -53,6 +53,21 @@ wrapper = "ours.engine:allocate"
 why = "because"
 remove_when = "never"
 """
+USES = """
+[[use]]
+target = "lib.work:Queue"
+versions = ">=1"
+has = ["take", "count"]
+methods = ["take", "give"]
+why = "because"
+
+[[use]]
+target = "lib.work:length"
+versions = ">=2"
+signature = "(queue)"
+why = "because"
+"""
+CLASS, FUNCTION = "test.toml [[use]] 1", "test.toml [[use]] 2"
 FIRST, SECOND = "test.toml [[seam]] 1", "test.toml [[seam]] 2"
 TARGET = "test.toml [target]"
 LATER = f"{SECOND} importers 2"
@@ -98,6 +113,13 @@ FAULTS = [
     ("[target]", "target = 1\n[x]", ["test.toml", "target", "1", "expected a dict"]),
     ("[target]", "[targets]", ["test.toml", "targets", "unknown key", "expected only: target"]),
     ("[target]", "[target", ["test.toml", "not TOML", "line 1"]),
+    ("lib.work:Queue", "Queue", [CLASS, "target", "'Queue'", "module:name"]),
+    ('["take", "count"]', "3", [CLASS, "has", "3", "expected a list"]),
+    ('["take", "count"]', "[]", [CLASS, "expected signature, for a function, or has"]),
+    ('["take", "give"]', '"give"', [CLASS, "methods", "'give'", "expected a list"]),
+    ("(queue)", "queue", [FUNCTION, "signature", "'queue'", "parameter list"]),
+    ('signature = "(queue)"', "", [FUNCTION, "expected signature, for a function, or has"]),
+    ('"(queue)"', '"(queue)"\nhas = ["a"]', [FUNCTION, "expected signature, for a function"]),
 ]
 
 
@@ -105,9 +127,9 @@ FAULTS = [
 def test_an_error_names_source_key_value_and_expectation(
     old: str, new: str, words: list[str]
 ) -> None:
-    assert old in GOOD
+    assert old in GOOD + USES
     with pytest.raises(ConfigError) as caught:
-        parse_manifest(GOOD.replace(old, new, 1), "test.toml")
+        parse_manifest((GOOD + USES).replace(old, new, 1), "test.toml")
     message = str(caught.value)
     assert message.startswith(words[0])
     assert [word for word in words if word not in message] == []
@@ -135,6 +157,15 @@ def test_a_manifest_says_which_seams_and_importers_a_release_has() -> None:
     assert manifest.seams_in(Version("2.0")) == (first, second)
     assert second.importers_in(Version("2.4")) == ("lib.user",)
     assert second.importers_in(Version("2.5rc1")) == ("lib.user", "lib.later")
+
+
+def test_a_manifest_says_what_is_relied_on_besides() -> None:
+    manifest = parse_manifest(GOOD + USES, "test.toml")
+    queue, length = manifest.uses
+    assert (queue.signature, queue.has, queue.methods) == ("", ("take", "count"), ("take", "give"))
+    assert (length.signature, length.has, length.methods) == ("(queue)", (), ())
+    assert manifest.uses_in(Version("1.9")) == (queue,)
+    assert manifest.uses_in(Version("2.0")) == (queue, length)
 
 
 @pytest.mark.parametrize("name", [path.name for path in (ROOT / "manifests/seams").iterdir()])
@@ -179,3 +210,17 @@ def test_code_and_manifests_name_the_same_wrappers() -> None:
         for name in wrappers_in(path.read_text(encoding="utf-8"))
     }
     assert in_code == {seam.wrapper for manifest in shipped() for seam in manifest.seams}
+
+
+def test_what_our_code_imports_of_vllm_is_in_its_manifest() -> None:
+    engines = ROOT / "kvcached_patch" / "engines"
+    imported = {
+        f"{node.module}:{alias.name}"
+        for path in engines.glob("vllm_*.py")
+        if path.name != "vllm_probe.py"  # the doctor's, which tells what it cannot import
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm")
+        for alias in node.names
+    }
+    assert imported
+    assert imported <= {use.target for use in load_manifest("vllm").uses}

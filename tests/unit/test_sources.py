@@ -15,9 +15,9 @@ from types import ModuleType
 
 import pytest
 
-from kvcached_patch.seams.check import (
+from kvcached_patch.seams.check import check
+from kvcached_patch.seams.sources import (
     FunctionNode,
-    check,
     find_function,
     read_module,
 )
