@@ -21,8 +21,7 @@ import vllm
 from packaging.version import Version
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import AttentionType
+from vllm.model_executor.layers.attention import Attention, EncoderOnlyAttention
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu import attn_utils
@@ -98,7 +97,9 @@ class BareV2Runner(V2Runner):
     ) -> None:
         self.kv_caches.clear()
         self.kv_cache_config = kv_cache_config = deepcopy(kv_cache_config)
-        groups, _, sizes = attn_utils.init_attn_backend(kv_cache_config, self.vllm_config, CPU)
+        self.attn_groups, _, sizes = attn_utils.init_attn_backend(
+            kv_cache_config, self.vllm_config, CPU
+        )
         forward_context = self.vllm_config.compilation_config.static_forward_context
         if ONE_BACKING:
             self.bound = attn_utils.init_kv_cache(
@@ -110,12 +111,15 @@ class BareV2Runner(V2Runner):
                 self.kv_caches,
                 forward_context,
                 kv_cache_config,
-                groups,
+                self.attn_groups,
                 CPU,
                 dtype,
                 sizes,
                 self.vllm_config,
             )
+
+    def _init_kv_zero_meta(self) -> None:
+        """Nothing runs that would zero blocks."""
 
 
 RUNNERS = {"V1": BareV1Runner, "V2": BareV2Runner}
@@ -145,11 +149,11 @@ class Stage:
         head_size: int = 32,
         window: int | None = None,
         shares: str | None = None,
-        encoder_only: bool = False,
+        layer: type[Attention] = Attention,
     ) -> None:
         """Register one real attention layer."""
         with set_current_vllm_config(self.config):
-            Attention(
+            layer(
                 num_heads=heads,
                 head_size=head_size,
                 scale=1.0,
@@ -157,9 +161,12 @@ class Stage:
                 cache_config=self.config.cache_config,
                 per_layer_sliding_window=window,
                 prefix=name,
-                attn_type=AttentionType.ENCODER_ONLY if encoder_only else AttentionType.DECODER,
                 kv_sharing_target_layer_name=shares,
             )
+
+    def encoder_only(self, name: str) -> None:
+        """Register one real attention layer that needs no cache."""
+        self.attention(name, layer=EncoderOnlyAttention)
 
     def runner(self, kind: str) -> Any:
         """A V1 or V2 runner that knows these layers, as after loading the model."""

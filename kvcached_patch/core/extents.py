@@ -10,10 +10,10 @@ from kvcached_patch.errors import LayerPlanError
 
 @dataclass(frozen=True)
 class View:
-    """One cache tensor as vLLM shaped it; its first dimension counts blocks.
+    """One cache tensor as vLLM shaped it.
 
     range_index: which range of memory it lies in. offset: bytes from the range's start.
-    strides: elements. itemsize: bytes.
+    strides: elements. itemsize: bytes. block_dim: the dimension that counts blocks.
     """
 
     name: str
@@ -22,6 +22,7 @@ class View:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     itemsize: int
+    block_dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Cells:
     """A region divided into one cell per block.
 
     Block b covers ``[base + b * stride, base + (b + 1) * stride)`` bytes of the range and nothing
-    else in the region; cells of different regions never overlap.
+    else in the region; cells of different regions never overlap. A cell may end behind the range
+    by a gap that no view reaches.
     """
 
     range_index: int
@@ -53,7 +55,7 @@ def block_cells(views: Iterable[View], num_blocks: int) -> tuple[Cells, ...]:
 
     Layers of different KV cache groups may overlay the same bytes, since a block id belongs to one
     group at a time: then a cell is the union. Raises LayerPlanError naming the layers if a view
-    does not count blocks in its first dimension, or if some byte would belong to two blocks.
+    does not count blocks in its block dimension, or if some byte would belong to two blocks.
     """
     lanes = sorted(
         {lane for view in views for lane in _lanes(view, num_blocks)},
@@ -82,15 +84,21 @@ def _in_region(lane: _Lane, cell: Cells, num_blocks: int) -> bool:
 
 
 def _lanes(view: View, num_blocks: int) -> Iterator[_Lane]:
-    """The lanes of a view; kernel blocks that subdivide a block are merged."""
-    if not view.shape or view.shape[0] % num_blocks or min(view.strides) < 0:
+    """The lanes of a view; kernel blocks that subdivide a block are merged.
+
+    A single dimension is a raw range without blocks (vLLM's HiSparse).
+    """
+    dim = view.block_dim
+    strides = view.strides
+    countable = len(strides) > 1 and strides[dim] > 0 and min(strides) >= 0
+    if not countable or view.shape[dim] % num_blocks:
         raise LayerPlanError(
             f"KV cache layer {view.name} of shape {view.shape}: expected {num_blocks} blocks, or a "
-            "multiple, in the first dimension"
+            f"multiple, in dimension {dim} of several"
         )
-    ratio = view.shape[0] // num_blocks
-    stride = view.strides[0] * ratio
-    shape, strides = (ratio, *view.shape[1:]), view.strides
+    ratio = view.shape[dim] // num_blocks
+    stride = strides[dim] * ratio
+    shape = (*view.shape[:dim], ratio, *view.shape[dim + 1 :])
     for start, length in _runs(shape, strides, stride):
         item = view.itemsize
         yield _Lane(
@@ -102,7 +110,7 @@ def _runs(shape: Sequence[int], strides: Sequence[int], limit: int) -> Iterator[
     """(start, length) runs in elements of one block, each no longer than the block stride.
 
     Where the whole block fits between its neighbours it is one run, gaps included; a layout with
-    heads outside blocks has one run for each head.
+    heads, or keys and values, outside blocks has one run for each.
     """
     span = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     if span <= limit:

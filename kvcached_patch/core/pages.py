@@ -114,7 +114,8 @@ class PageCounts:
         last = min(first + self._slab_blocks, self._num_blocks)
         size = self._page_bytes
         for cell in self._cells:
-            start, end = cell.base + first * cell.stride, cell.base + last * cell.stride
+            start = cell.base + first * cell.stride
+            end = min(cell.base + last * cell.stride, self._ends[cell.range_index])
             yield cell.range_index, start // size, -(-end // size)
 
     def _bytes(self, pages: Iterable[Run]) -> list[Run]:

@@ -63,6 +63,7 @@ class Binding:
         self.plan = LayerPlan(owners=(), aliases={})
         self.memories: list[Memory] = []
         self.caches: dict[str, Any] = {}
+        self._block_dims: Mapping[str, int] = {}
         self.cells: tuple[Cells, ...] = ()
         self.num_blocks = 0
         self.pool: ElasticPool | None = None
@@ -93,10 +94,14 @@ class Binding:
         self.plan, self.memories = plan, supply.taken
         return result
 
-    def shaped(self, caches: dict[str, Any]) -> dict[str, Any]:
-        """Alias the sharing layers in vLLM's finished layer -> cache map, and remember it."""
+    def shaped(self, caches: dict[str, Any], block_dims: Mapping[str, int]) -> dict[str, Any]:
+        """Alias the sharing layers in vLLM's finished layer -> cache map, and remember it.
+
+        block_dims: of each layer's tensors, the dimension that counts blocks; 0 if not named.
+        """
         alias_sharing(caches, self.plan.aliases)
         self.caches = dict(caches)
+        self._block_dims = block_dims
         return caches
 
     def measure(self, num_blocks: int) -> None:
@@ -134,6 +139,7 @@ class Binding:
                     tuple(tensor.shape),
                     tensor.stride(),
                     tensor.element_size(),
+                    self._block_dims.get(name, 0),
                 )
 
     def report(self) -> Report:

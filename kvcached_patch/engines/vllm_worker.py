@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -99,7 +99,34 @@ def reshape(
 ) -> Any:
     """``_reshape_kv_cache_tensors`` (V1) and ``_reshape_kv_cache`` (V2), up to 0.28."""
     caches = wrapped(*args, **kwargs)
-    return caches if _active is None else _active.shaped(caches)
+    if _active is None:
+        return caches
+    kernel_block_sizes = named(wrapped, args, kwargs)["kernel_block_sizes"]
+    return _active.shaped(caches, _block_dims(_active.runner, kernel_block_sizes))
+
+
+def allocate_uniform(
+    wrapped: Callable[..., Any], instance: None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``allocate_uniform_kv_caches`` of the V1 runner, up to 0.28: one cache across layers.
+
+    For KV connectors that prefer it; vLLM allocates and shapes it in one function.
+    """
+    call = partial(wrapped, *args, **kwargs)
+    if _active is None:
+        return call()
+    arguments = named(wrapped, args, kwargs)
+    kv_cache_config, runner = arguments["kv_cache_config"], _active.runner
+    caches, backing, backend = _active.allocate(
+        kv_cache_config,
+        stored=[tensor.shared_by for tensor in kv_cache_config.kv_cache_tensors],
+        runner_only=runner.runner_only_attn_layers,
+        sharing=runner.shared_kv_cache_layers,
+        ranges=1,
+        call=call,
+    )
+    block_dims = _block_dims(runner, arguments["kernel_block_sizes"])
+    return _active.shaped(caches, block_dims), backing, backend
 
 
 def allocate_backing(
@@ -119,7 +146,7 @@ def allocate_backing(
         ranges=1 if kv_cache_config.kv_cache_tensors else 0,
         call=call,
     )
-    return _active.shaped(caches)
+    return _active.shaped(caches, block_dims={})  # all views are [block, head, token, content]
 
 
 def execute_model(
@@ -193,6 +220,30 @@ def _ranges_by_descriptor(kv_cache_config: Any) -> int:
     return strides.count(0) + any(strides)
 
 
+def _block_dims(runner: Any, kernel_block_sizes: Sequence[int]) -> dict[str, int]:
+    """Layer -> dimension of its view that counts blocks, as vLLM's KVBlockZeroer asks for it.
+
+    Up to 0.22, and up to 0.28 on ROCm, backends put keys and values before blocks. Mamba's states
+    and pages count blocks first.
+    """
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    return {
+        name: group.backend.get_kv_cache_block_dim(
+            kernel_block_sizes[group.kv_cache_group_id],
+            group.kv_cache_spec.num_kv_heads,
+            group.kv_cache_spec.head_size,
+            cache_dtype_str=runner.vllm_config.cache_config.cache_dtype,
+        )
+        for groups in runner.attn_groups
+        for group in groups
+        if isinstance(group.kv_cache_spec, AttentionSpec)
+        # Encoder-only layers make a last group, without a cache.
+        and group.kv_cache_group_id < len(kernel_block_sizes)
+        for name in group.layer_names
+    }
+
+
 def _sharing_of(binding: Binding) -> tuple[Collection[str], Mapping[str, str]]:
     """Runner-only layers, and sharing layers with their targets, as the runner knows them."""
     runner = binding.runner
@@ -204,12 +255,15 @@ def _sharing_of(binding: Binding) -> tuple[Collection[str], Mapping[str, str]]:
 
 
 def _announce(report: Report) -> None:
-    memory = (
-        "the KV cache is vLLM's own"
-        if report.pool == "stock"
-        else f"pools: {report.pools}, sharing layers aliased: {report.aliased}, "
-        f"{report.pool} memory reserved: {report.reserved_bytes / 2**30:.2f} GiB"
-    )
+    if report.pool == "stock":
+        memory = "the KV cache is vLLM's own"
+    elif report.pool == "none":
+        memory = "no KV cache"
+    else:
+        memory = (
+            f"pools: {report.pools}, sharing layers aliased: {report.aliased}, "
+            f"{report.pool} memory reserved: {report.reserved_bytes / 2**30:.2f} GiB"
+        )
     logger.info(
         "kvcached-patch %s active: worker, seams applied: %s, %s runner, %s",
         report.version,

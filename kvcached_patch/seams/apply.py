@@ -209,6 +209,8 @@ def _origin(value: Any) -> str:
     """
     if isinstance(value, wrapt.FunctionWrapper):
         value = value._self_wrapper
+    if isinstance(value, staticmethod):
+        value = value.__func__
     origin = str(getattr(value, "__globals__", {}).get("__name__", type(value).__module__))
     if origin.partition(".")[0] in _DECORATORS and hasattr(value, "__wrapped__"):
         return _origin(value.__wrapped__)

@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu import attn_utils
 from kvcached_patch.core.layers import plan_layers
 from kvcached_patch.engines import vllm_worker
 from kvcached_patch.errors import LayerPlanError, SeamMismatch
+from kvcached_patch.seams.apply import armed
 from tests.bare import (
     ONE_BACKING,
     Stage,
@@ -119,8 +120,8 @@ def test_owner_only_pool_count(kind: str, shape: str) -> None:
     assert report_of(runner)["aliased"] == 2
 
 
-def test_unfiltered_layers_raise_the_historical_key_error(shape: str) -> None:
-    """Shaping or binding every name in `layer_names`, as kvcached did (#417)."""
+def test_kvcached_417_unfiltered_layers_raise_the_historical_key_error(shape: str) -> None:
+    """Shaping or binding every name in `layer_names`, as kvcached did."""
     stage = SHAPES[shape]()
     runner = stage.runner("V1")
     plan = stage.plan(runner.get_kv_cache_spec())
@@ -160,6 +161,30 @@ def test_sharing_layer_is_its_targets_object(
         assert stage.layers[layer].kv_cache.data_ptr() == stage.layers[target].kv_cache.data_ptr()
     assert bound.keys() == first.keys()
     assert all(bound[layer] is first[layer] for layer in bound), "vLLM's second pass changed it"
+
+
+def test_kvcached_494_v1_and_v2_runners_are_both_served(shape: str) -> None:
+    """Each by its own functions of the release, which must all be in place."""
+    applied = {entry.seam.id: entry.applied for entry in armed() if entry.seam.process == "worker"}
+    assert all(applied.values()), applied
+    for kind in KINDS:
+        stage = SHAPES[shape]()
+        runner = stage.runner(kind)
+        bind(runner, stage.plan(runner.get_kv_cache_spec()))
+        assert report_of(runner)["runner"] == kind
+        assert report_of(runner)["reserved_bytes"] > 0
+
+
+def test_vllm_43185_v2_sharing_layers_are_aliased_in_their_targets_group(shape: str) -> None:
+    stage = SHAPES[shape]()
+    runner = stage.runner("V2")
+    bind(runner, stage.plan(runner.get_kv_cache_spec()))
+    groups = [group.layer_names for group in runner.kv_cache_config.kv_cache_groups]
+    with_metadata = [[n for g in groups for n in g.layer_names] for groups in runner.attn_groups]
+    for layer, target in SHARING[shape].items():
+        assert bound_binding(runner).caches[layer] is bound_binding(runner).caches[target]
+        assert [layer in group for group in groups] == [target in group for group in groups]
+        assert [layer in group for group in with_metadata] == [target in g for g in with_metadata]
 
 
 def test_bytes_are_ours_and_exactly_what_vllm_asked_for(kind: str, shape: str) -> None:
@@ -203,7 +228,7 @@ def test_allocation_outside_the_gate_is_stock(kind: str) -> None:
 def test_encoder_only_layers_get_nothing() -> None:
     stage = Stage()
     stage.attention(name(0))
-    stage.attention("encoder.layers.0.attn", encoder_only=True)
+    stage.encoder_only("encoder.layers.0.attn")
     runner = stage.runner("V1")
     bound = bind(runner, stage.plan(runner.get_kv_cache_spec()))
     assert runner.runner_only_attn_layers == {"encoder.layers.0.attn"}
@@ -213,7 +238,7 @@ def test_encoder_only_layers_get_nothing() -> None:
 
 def test_model_without_kv_cache_is_left_alone() -> None:
     stage = Stage()
-    stage.attention("encoder.layers.0.attn", encoder_only=True)
+    stage.encoder_only("encoder.layers.0.attn")
     runner = stage.runner("V1")
     bound = bind(runner, stage.plan(runner.get_kv_cache_spec()))
     report = report_of(runner)

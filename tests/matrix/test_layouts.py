@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.bare import CPU, ONE_BACKING, Stage, bind, geometry, stock, tensors
+from tests.bare import CPU, ONE_BACKING, VERSION, Stage, bind, geometry, stock, tensors
 from tests.matrix.test_allocation import KINDS, bound_binding, name, report_of, uniform
 
 SHARING = {name(4): name(2), name(5): name(3)}
-LAYOUTS = ["LBNHC", "LBHNC", "BLNHC", "BLHNC"]
+LAYOUTS = ["LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC"]
 
 
 @pytest.fixture(params=KINDS)
@@ -32,14 +32,14 @@ def test_layer_and_block_outermost_layouts(kind: str, layout: str) -> None:
     report = report_of(runner)
     assert (report["ranges"], report["pools"], report["aliased"]) == (1, 4, 2)
     assert all(bound[layer] is bound[target] for layer, target in SHARING.items())
-    assert bound[name(0)].stride(0) == (
-        bound[name(0)][0].numel() * (4 if layout.startswith("B") else 1)
-    )
+    block, heads, layers = bound[name(0)][0], 2, 4
+    between = {"LBNHC": 1, "LBHNC": 1, "LHBNC": 1 / heads}.get(layout, layers)
+    assert bound[name(0)].stride(0) == block.numel() * between
     with stock():
         assert geometry(bind(runner, plan)) == patched
 
 
-@pytest.mark.skipif(ONE_BACKING, reason="vLLM >= 0.29 packs everything: one backing for all")
+@pytest.mark.skipif(ONE_BACKING or VERSION.release < (0, 24), reason="vLLM 0.24-0.28 packs")
 def test_packed_descriptors_share_one_range(kind: str) -> None:
     """vLLM 0.24-0.28 `block_stride > 0`: one block of all layers, then the next."""
     stage = uniform()

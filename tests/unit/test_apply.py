@@ -130,3 +130,13 @@ def test_the_librarys_own_standard_decorators_are_no_foreign_wrappers(lib: Libra
     work.allocate = contextlib.contextmanager(work.allocate)
     lib.arm()
     assert [entry.applied for entry in armed()] == [True, True]
+
+
+def test_a_static_method_is_wrapped_and_put_back(lib: Library) -> None:
+    work = lib.load("work")
+    work.Worker.start = original = staticmethod(work.allocate)
+    lib.arm()
+    assert [entry.applied for entry in armed()] == [True, True]
+    assert inspect.signature(work.Worker().start) == inspect.signature(original.__func__)
+    restore()
+    assert vars(work.Worker)["start"] is original

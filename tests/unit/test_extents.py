@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcached_patch.core.extents import Cells, View, block_cells, slab_blocks
+from kvcached_patch.core.pages import PageCounts
 from kvcached_patch.errors import LayerPlanError
 
 BLOCKS = 6
@@ -20,9 +23,9 @@ def dense(*shape: int) -> tuple[int, ...]:
 
 
 def view(
-    name: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], item: int = 2
+    name: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], block_dim: int = 0
 ) -> View:
-    return View(name, 0, offset, shape, strides, item)
+    return View(name, 0, offset, shape, strides, 2, block_dim)
 
 
 def test_layer_outermost_has_a_region_per_layer() -> None:
@@ -51,6 +54,21 @@ def test_kernel_blocks_make_up_a_block() -> None:
     assert block_cells([view("l", 0, shape, dense(*shape))], BLOCKS) == (Cells(0, 0, 128),)
 
 
+def test_keys_before_blocks_have_a_region_each() -> None:
+    """Up to vLLM 0.22, and on ROCm up to 0.28; kernel blocks make up a block there too."""
+    for ratio in (1, 4):
+        shape = (2, BLOCKS * ratio, 8 // ratio, 8)
+        found = block_cells([view("l", 0, shape, dense(*shape), block_dim=1)], BLOCKS)
+        assert found == (Cells(0, 0, 128), Cells(0, BLOCKS * 128, 128))
+
+
+def test_keys_before_blocks_that_lie_page_by_page_are_one_region() -> None:
+    """How vLLM restrides such layers where Mamba overlays them."""
+    strides = (64, 128, 8, 1)
+    found = block_cells([view("l", 0, (2, BLOCKS, 8, 8), strides, block_dim=1)], BLOCKS)
+    assert found == (Cells(0, 0, 256),)
+
+
 def test_padded_pages_and_overlaid_groups_are_one_region() -> None:
     padded = view("sliding", 0, (BLOCKS, 40), (64, 1))
     other = view("mamba", 0, (BLOCKS, 64), (64, 1))
@@ -66,6 +84,10 @@ def test_ranges_are_apart() -> None:
     ("views", "names"),
     [
         ([view("kv first", 0, (2, BLOCKS + 1, 8), dense(2, BLOCKS + 1, 8))], "kv first"),
+        ([view("kv first", 0, (2, BLOCKS, 8), dense(2, BLOCKS, 8))], "kv first"),
+        ([view("raw", 0, (BLOCKS * 8,), (1,))], "raw"),
+        ([view("expanded", 0, (BLOCKS, 8), (0, 1))], "expanded"),
+        ([view("reversed", 0, (BLOCKS, 8), (8, -1))], "reversed"),
         (
             [view("small", 0, (BLOCKS, 8), (8, 1)), view("large", 0, (BLOCKS, 16), (16, 1))],
             "large, small",
@@ -82,43 +104,55 @@ def test_bytes_of_two_blocks_are_refused(views: list[View], names: str) -> None:
         block_cells(views, BLOCKS)
 
 
-@given(
-    blocks=st.integers(1, 5),
-    layers=st.integers(1, 3),
-    heads=st.integers(1, 3),
-    tokens=st.integers(1, 3),
-    width=st.integers(1, 4),
-    order=st.permutations(range(5)),
-)
-def test_every_byte_of_a_view_is_in_its_blocks_cell(
-    blocks: int, layers: int, heads: int, tokens: int, width: int, order: list[int]
-) -> None:
-    """Any physical order of (layer, block, head, token, content): right, or refused."""
-    sizes = (layers, blocks, heads, tokens, width)
-    steps = dict(zip(order, dense(*(sizes[d] for d in order)), strict=True))
+@given(data=st.data())
+def test_every_byte_of_a_view_is_in_its_blocks_cell(data: st.DataObject) -> None:
+    """Any physical order, padding, offset, item size, block dimension and ratio of kernel blocks.
+
+    Right, or refused; and where the blocks of each layer are one run, never refused.
+    """
+    draw = data.draw
+    blocks, layers = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    ratio, item = draw(st.integers(1, 3)), draw(st.sampled_from((1, 2, 4)))
+    inner = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    sizes = (layers, blocks * ratio, *inner)
+    order = draw(st.permutations(range(len(sizes))))
+    steps, end = [0] * len(sizes), 1
+    for dim in reversed(order):
+        steps[dim] = end + draw(st.integers(0, 2))  # a gap between two of this dimension
+        end = steps[dim] * sizes[dim]
+    dim = draw(st.integers(0, len(inner)))  # the dimension that counts blocks, as vLLM shows it
+    shape, strides = [*inner], [*steps[2:]]
+    shape.insert(dim, sizes[1])
+    strides.insert(dim, steps[1])
+    offset = draw(st.integers(0, 3)) * item
     views = [
-        View(f"l{layer}", 0, layer * steps[0], sizes[1:], tuple(steps[d] for d in range(1, 5)), 1)
-        for layer in range(layers)
+        View(f"l{n}", 0, offset + n * steps[0] * item, tuple(shape), tuple(strides), item, dim)
+        for n in range(layers)
     ]
     try:
         cells = block_cells(views, blocks)
     except LayerPlanError:
+        assert set(order[:2]) != {0, 1}
         return
     owner: dict[int, int] = {}
-    for cell in cells:
-        for block in range(blocks):
-            for byte in range(
-                cell.base + block * cell.stride, cell.base + (block + 1) * cell.stride
-            ):
-                assert owner.setdefault(byte, block) == block
-    for v in views:
-        for block in range(blocks):
-            for h in range(heads):
-                for t in range(tokens):
-                    for w in range(width):
-                        index = (block, h, t, w)
-                        byte = v.offset + sum(i * s for i, s in zip(index, v.strides, strict=True))
-                        assert owner[byte] == block
+    for cell, block in product(cells, range(blocks)):
+        for byte in range(cell.base + block * cell.stride, cell.base + (block + 1) * cell.stride):
+            assert owner.setdefault(byte, block) == block
+    written: dict[int, int] = {}
+    for v, index in product(views, product(*map(range, shape))):
+        start = v.offset + sum(i * s for i, s in zip(index, strides, strict=True)) * item
+        written.update(dict.fromkeys(range(start, start + item), index[dim] // ratio))
+    assert all(owner[byte] == block for byte, block in written.items())
+
+    end = max(written) + 1  # the range ends with what is written, before the last block's gap
+    for page, slab_size in product((1, 3, 8), (1, 2)):
+        counts = PageCounts(cells, [end], blocks, slab_size, page)
+        for slab in range(counts.slabs):
+            runs = counts.commit([slab])
+            assert all(0 <= first < after <= end for _, first, after in runs)
+            pages = {byte for _, first, after in runs for byte in range(first, after)}
+            assert {b for b, block in written.items() if block // slab_size == slab} <= pages
+            counts.release([slab])
 
 
 def test_a_slab_covers_a_page_in_every_region() -> None:
