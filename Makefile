@@ -5,7 +5,7 @@
 # A lane is the list of test files in manifests/tests/LANE.txt.
 
 VLLM   ?= 0.32.0
-MATRIX ?= 0.24.0 0.28.0 0.32.0
+MATRIX ?= 0.23.0 0.24.0 0.26.0 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0
 MAXTEXT ?= 0.2.3 0.2.4
 TPU     ?= 0.27.0 0.28.0
 
@@ -13,11 +13,12 @@ PYTHON3 := $(shell command -v python3.11 || command -v python3.12 || command -v 
 DEV      = .venvs/dev
 ENGINE   = .venvs/vllm-$(VLLM)
 JAX      = .venvs/jax
-# SKIP: words of test files to leave out of a lane.
-SKIP    ?= nothing
-lane     = -m pytest -q --durations=5 $$(grep -v $(foreach word,$(SKIP),-e $(word)) manifests/tests/$(1).txt)
+lane     = -m pytest -q --durations=5 $$(cat manifests/tests/$(1).txt)
+# Two workers, each with whole test files: most tests are one process on one thread.
+TWO      = -n 2 --dist loadfile
 
-.PHONY: demo demo-maxtext test unit engine jax jax-releases matrix lint bench seams overhead dev venv-jax
+.PHONY: demo demo-maxtext test unit engine jax jax-releases matrix ran support lint bench seams \
+        overhead dev venv-jax
 
 demo: venv-$(VLLM)
 	@$(ENGINE)/bin/python -m tools.demo
@@ -28,7 +29,7 @@ demo-maxtext: venv-jax
 test: unit engine jax
 
 unit: dev
-	$(DEV)/bin/python $(call lane,unit)
+	$(DEV)/bin/python $(call lane,unit) $(TWO)
 
 engine: venv-$(VLLM)
 	$(ENGINE)/bin/python $(call lane,engine)
@@ -44,10 +45,20 @@ jax-maxtext-%: venv-jax
 jax-tpu-%: venv-jax
 	PYTHONPATH=$(JAX)/releases/tpu-inference-$* $(JAX)/bin/python -m pytest -q tests/jax/test_sharding.py
 
-matrix: $(addprefix matrix-,$(MATRIX))
+matrix: $(addprefix matrix-,$(MATRIX)) $(addprefix several-,$(MATRIX)) ran
 
 matrix-%: venv-%
-	.venvs/vllm-$*/bin/python $(call lane,matrix)
+	.venvs/vllm-$*/bin/python $(call lane,matrix) $(TWO) --junitxml=out/matrix/$*.xml
+
+several-%: venv-%
+	.venvs/vllm-$*/bin/python $(call lane,several)
+
+# What ran on which release; `support` also records it, in manifests/matrix.json and the README.
+ran: venv-$(VLLM)
+	@$(ENGINE)/bin/python -m tools.support
+
+support: venv-$(VLLM)
+	@$(ENGINE)/bin/python -m tools.support --record
 
 lint: dev
 	$(DEV)/bin/ruff check .

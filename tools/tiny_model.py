@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-GENERATOR_VERSION = 2
+GENERATOR_VERSION = 3
 MODELS_DIR = Path(__file__).resolve().parent / "models"
 
 Config = dict[str, Any]
@@ -57,6 +57,9 @@ def write_model(name: str, out_dir: Path) -> Path:
         _replace(target / "model.safetensors", safetensors(dict(shapes(config)), config))
     _replace(target / "config.json", text.encode())
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if config["model_type"] == "whisper":
+        tokenizer_config = {"tokenizer_class": "WhisperTokenizer", **_SPECIAL}
+        _replace(target / "preprocessor_config.json", json.dumps(_AUDIO).encode())
     _replace(target / "tokenizer_config.json", json.dumps(tokenizer_config).encode())
     _replace(target / "tokenizer.json", json.dumps(_tokenizer(config["vocab_size"])).encode())
     _replace(stamp_file, stamp.encode())
@@ -69,6 +72,15 @@ def _config(name: str) -> Config:
         raise ValueError(f"unknown model {name!r}; known: {', '.join(model_names())}")
     config: Config = json.loads(path.read_text())
     return config
+
+
+_SPECIAL = {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "bos", "unk")}
+_AUDIO = {
+    "feature_extractor_type": "WhisperFeatureExtractor",
+    "processor_class": "WhisperProcessor",
+    "feature_size": 80,
+    "sampling_rate": 16000,
+}
 
 
 def _tokenizer(vocab_size: int) -> dict[str, Any]:

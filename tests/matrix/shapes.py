@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import vllm
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -27,6 +28,7 @@ class Shape:
 
     releases: those whose stock vLLM runs it on a CPU; `why` the others do not. aliased: layers
     that share another one's cache. large_blocks: whether a layer's block is more than a page.
+    audio: whether prompts are about sounds.
     """
 
     what: str
@@ -34,6 +36,7 @@ class Shape:
     settings: dict[str, Any] = field(default_factory=dict)
     aliased: int = 0
     large_blocks: bool = False
+    audio: bool = False
     releases: str = ""
     why: str = ""
 
@@ -54,7 +57,7 @@ SHAPES = {
     "bfloat16": Shape("a cache of 16-bit numbers", "llama", {"dtype": "bfloat16"}),
     "fp8": Shape("a quantized cache", "llama", {"kv_cache_dtype": "fp8"}),
     "gemma3": Shape("sliding and full attention", "gemma3"),
-    "gpt_oss": Shape("sliding and full attention, with sinks", "gpt_oss"),
+    "gpt_oss": Shape("sliding and full attention, with sinks", "gpt_oss", {"dtype": "bfloat16"}),
     "gemma3n": Shape("layers that share caches", "gemma3n", aliased=5),
     "gemma4": Shape("layers that share caches, head sizes by kind", "gemma4", aliased=4),
     "gemma4_31b": Shape(
@@ -80,6 +83,13 @@ SHAPES = {
     "qwen3_next": Shape(
         "attention and gated delta-net layers", "qwen3_next", {"dtype": "bfloat16", **UNCACHED}
     ),
+    "whisper": Shape(
+        "self and cross attention (encoder and decoder)",
+        "whisper",
+        # Its encoder takes all 1500 positions in one step.
+        {"skip_tokenizer_init": False, "max_num_batched_tokens": 2048, **UNCACHED},
+        audio=True,
+    ),
 }
 
 
@@ -98,8 +108,20 @@ def _engine(job: Job, shape: Shape) -> Found:
 
     settings = {"num_gpu_blocks_override": 400, **SMALL, **shape.settings}
     engine = InProcess(job, job["models"][shape.model], load_format=LOAD_FORMAT, **settings)
-    found = [engine.run(prompts(), max_tokens=24), engine.emptied()]
+    texts = _about_sounds(prompts()) if shape.audio else prompts()
+    found = [engine.run(texts, max_tokens=24), engine.emptied()]
     return {"modes": {"prompts": found}, "probes": engine.close()}
+
+
+def _about_sounds(texts: list[list[int]]) -> list[dict[str, Any]]:
+    """The texts, each with a second of noise of its own."""
+    return [
+        {
+            "prompt_token_ids": text,
+            "multi_modal_data": {"audio": (np.random.default_rng(i).normal(size=16000), 16000)},
+        }
+        for i, text in enumerate(texts)
+    ]
 
 
 def _encoder_only(job: Job) -> Found:

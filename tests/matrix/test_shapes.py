@@ -50,4 +50,4 @@ def test_an_encoder_only_model_has_no_cache_which_is_said(
     assert patched["embeddings"] == stock["embeddings"]
     (report,) = engines.reports("encoder only")
     assert (report["pool"], report["reserved_bytes"]) == ("none", 0)
-    assert "worker, seams applied: 1/1, V1 runner, no KV cache" in engines.patched.log
+    assert "V1 runner, no KV cache" in engines.patched.log
