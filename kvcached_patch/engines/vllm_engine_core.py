@@ -109,7 +109,7 @@ def _divide(executor: Any, kv_cache_config: Any, reports: list[dict[str, Any]]) 
         agree(None)
         return
     slab_blocks = max(LEAST_SLAB_BLOCKS, *(found["min_slab_blocks"] for found in reports))
-    blocks = _blocks_of_longest(executor.vllm_config, kv_cache_config, reports[0])
+    blocks = _blocks_of_longest(executor.vllm_config, kv_cache_config)
     geometry = Geometry(
         slab_blocks=slab_blocks,
         block_bytes=sum(found["block_bytes"] for found in reports),
@@ -138,12 +138,11 @@ def _rigid(executor: Any, reports: list[dict[str, Any]]) -> str | None:
     return None
 
 
-def _blocks_of_longest(vllm_config: Any, kv_cache_config: Any, found: dict[str, Any]) -> int:
-    """Blocks that one request of max_model_len can need, by vLLM's own start-up rule."""
-    from vllm.v1.core.kv_cache_utils import _max_memory_usage_bytes_from_groups
-
-    nbytes = _max_memory_usage_bytes_from_groups(vllm_config, kv_cache_config.kv_cache_groups)
-    return int(-(-nbytes // found["block_bytes"]))
+def _blocks_of_longest(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Blocks that one request of max_model_len can need; each group takes its own."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    needs = [(spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes) for spec in specs]
+    return sum(-(-nbytes // block_bytes) for nbytes, block_bytes in needs)
 
 
 def planned_pools(kv_cache_config: Any) -> int:
