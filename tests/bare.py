@@ -8,6 +8,7 @@ state that allocation needs. `plan()` is vLLM's own scheduler-side planning. So
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -22,7 +23,6 @@ from packaging.version import Version
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import Attention, EncoderOnlyAttention
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu import attn_utils
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2Runner
@@ -102,8 +102,9 @@ class BareV2Runner(V2Runner):
         )
         forward_context = self.vllm_config.compilation_config.static_forward_context
         if ONE_BACKING:
+            first = [self.kv_caches] if VERSION.release < (0, 30) else []
             self.bound = attn_utils.init_kv_cache(
-                forward_context, kv_cache_config, CPU, sizes, self.vllm_config, **context
+                *first, forward_context, kv_cache_config, CPU, sizes, self.vllm_config, **context
             )
         else:
             dtype = self.vllm_config.cache_config.cache_dtype
@@ -137,6 +138,7 @@ class Stage:
             enforce_eager=True,
             max_model_len=256,
             enable_prefix_caching=False,
+            block_size=32,
         )
         self.config = args.create_engine_config()
         self.layers = self.config.compilation_config.static_forward_context
@@ -178,8 +180,23 @@ class Stage:
         """The scheduler's KV cache config for these layers, by vLLM's own planning."""
         with set_current_vllm_config(self.config):
             resolve_layout(self.config, layout)
-            groups = get_kv_cache_groups(self.config, specs)
-            return get_kv_cache_config_from_groups(self.config, groups, nbytes)
+            return planned(self.config, specs, nbytes)
+
+
+def planned(config: Any, specs: dict[str, Any], nbytes: int) -> KVCacheConfig:
+    """vLLM's own groups and descriptors for these layers in `nbytes` bytes."""
+    if Version("0.33") > VERSION:
+        from vllm.v1.core import kv_cache_utils
+
+        groups = kv_cache_utils.get_kv_cache_groups(config, specs)
+        return kv_cache_utils.get_kv_cache_config_from_groups(config, groups, nbytes)
+    from vllm.v1.core.kv_cache_config_builder import get_kv_cache_config_builder
+    from vllm.v1.core.kv_cache_planning import _pool_bytes_per_block_from_builder
+
+    builder = get_kv_cache_config_builder(config)
+    groups = builder.get_kv_cache_groups(config, specs)
+    each = _pool_bytes_per_block_from_builder(builder, config, groups) if groups else nbytes
+    return builder.get_kv_cache_config_from_groups(config, groups, nbytes // each)
 
 
 def bind(runner: Any, plan: KVCacheConfig) -> dict[str, Any]:
@@ -213,7 +230,9 @@ def model_dir(name: str) -> str:
     """A directory with one of the tiny configs, without weights."""
     target = Path(tempfile.gettempdir()) / "kvcached-patch-configs" / name
     target.mkdir(parents=True, exist_ok=True)
-    shutil.copy(MODELS / f"{name}.json", target / "config.json")
+    part = target / f"{os.getpid()}.part"
+    shutil.copy(MODELS / f"{name}.json", part)
+    part.replace(target / "config.json")  # at once: other test runs read the same file
     return str(target)
 
 
