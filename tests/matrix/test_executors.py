@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from vllm.v1.executor.ray_executor import RayDistributedExecutor
 
 from kvcached_patch.engines import vllm_scheduler
 from kvcached_patch.errors import ConfigError
 from tests.bare import Stage, worker_of
 
+ray_executor = pytest.importorskip(
+    "vllm.v1.executor.ray_executor", reason="vLLM has no such executor any more from 0.33"
+)
 
-class OlderRay(RayDistributedExecutor):
+
+class OlderRay(ray_executor.RayDistributedExecutor):
     """Ray's older executor with its one worker in this process: Ray itself is not needed."""
 
     def __init__(self, worker: Any, config: Any) -> None:
