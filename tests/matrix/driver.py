@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from tests.matrix.probes import contents
 from tools.engine_job import SAMPLING_DEFAULTS, chosen_logprobs, make_engine, probe
 from tools.probes import kv_resident
 
@@ -136,6 +137,16 @@ class InProcess(Driver):
 
     def added(self) -> None:
         self._requests = list(self._scheduler.requests.values())
+
+    def contents(self) -> dict[str, str]:
+        """What the prefix cache's blocks hold, by their hashes."""
+        from vllm.v1.core.kv_cache_utils import get_group_id
+
+        blocks = self._scheduler.kv_cache_manager.block_pool.blocks
+        cached = [block for block in blocks if block.block_hash is not None]
+        where = [(get_group_id(block.block_hash), block.block_id) for block in cached]
+        (held,) = self.llm.collective_rpc(contents, args=(where,))
+        return {repr(block.block_hash): digest for block, digest in zip(cached, held, strict=True)}
 
     def rest(self) -> None:
         """In vLLM's in-process mode only the steps of a request bring plans to the worker."""

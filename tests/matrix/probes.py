@@ -1,15 +1,36 @@
-"""Questions about vLLM's processes, asked from the front end while the engine is quiet."""
+"""Questions about vLLM's processes and caches, asked while the engine is quiet."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import torch
 
 PATIENCE_SECONDS = 30.0
 LEAST_BYTES = 64 << 10
+
+
+def contents(worker: Any, blocks: list[tuple[int, int]]) -> list[str]:
+    """Of each (KV cache group, block id): a hash over what the group's layers hold there."""
+    runner = getattr(worker, "worker", worker).model_runner
+    layers = runner.compilation_config.static_forward_context
+    config = runner.kv_cache_config
+    found = []
+    for group, block in blocks:
+        digest = hashlib.sha256()
+        for name in sorted(config.kv_cache_groups[group].layer_names):
+            cache = layers[name].kv_cache
+            rows = cache.shape[0] // config.num_blocks
+            held = cache[block * rows : (block + 1) * rows].contiguous()
+            digest.update(held.view(torch.uint8).numpy().tobytes())
+        found.append(digest.hexdigest())
+    return found
 
 
 def until_given_back() -> dict[str, float]:

@@ -78,7 +78,9 @@ SHAPES = {
     ),
     "mla": Shape("latent attention (MLA)", "deepseek_v2", {"dtype": "bfloat16"}),
     "llama4": Shape(
-        "chunked local and full attention", "llama4", {"dtype": "bfloat16", "hf_overrides": {"use_qk_norm": False}}
+        "chunked local and full attention",
+        "llama4",
+        {"dtype": "bfloat16", "hf_overrides": {"use_qk_norm": False}},
     ),
     "falcon_h1": Shape("attention and Mamba in every layer", "falcon_h1", STATEFUL),
     "nemotron_h": Shape("attention and Mamba layers", "nemotron_h", STATEFUL),
@@ -113,8 +115,10 @@ def _engine(job: Job, shape: Shape) -> Found:
     settings = {"num_gpu_blocks_override": 400, **SMALL, **shape.settings}
     engine = InProcess(job, job["models"][shape.model], load_format=LOAD_FORMAT, **settings)
     texts = _about_sounds(prompts()) if shape.audio else prompts()
-    found = [engine.run(texts, max_tokens=24), engine.emptied()]
-    return {"modes": {"prompts": found}, "probes": engine.close()}
+    found = [engine.run(texts, max_tokens=24)]
+    contents = engine.contents() if shape.aliased else {}
+    found.append(engine.emptied())
+    return {"modes": {"prompts": found}, "contents": contents, "probes": engine.close()}
 
 
 def _about_sounds(texts: list[list[int]]) -> list[dict[str, Any]]:

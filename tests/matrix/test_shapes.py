@@ -42,6 +42,21 @@ def test_a_shape_of_cache(
         assert report["block_bytes"] / report["pools"] > 4096
 
 
+def test_kvcached_215_sliding_and_full_attention_lie_in_the_same_pools(engines: Pair) -> None:
+    """Equal bytes per block are enough: #215, #187 and #396 asked for equal shapes."""
+    for name in ("gemma3", "gpt_oss"):
+        (report,) = engines.reports(name)
+        assert report["pools"] == 2, "as many as the largest group has layers"
+
+
+def test_vllm_ascend_11791_sharing_layers_write_nothing(engines: Pair) -> None:
+    """Every cached block holds what it holds in stock vLLM: nobody else wrote into its slots."""
+    for name in ("gemma3n", "gemma4_uniform"):
+        stock, patched = (run.result[name]["contents"] for run in engines)
+        assert len(stock) > 10
+        assert {key: patched[key] for key in stock} == stock
+
+
 def test_an_encoder_only_model_has_no_cache_which_is_said(
     engines: Pair, record_property: Callable[[str, object], None]
 ) -> None:
