@@ -64,13 +64,16 @@ def test_whispers_cross_attention_beside_rocms_keys_first(kind: str) -> None:
 
     V1 lays them page by page from 0.26; where vLLM does not, nothing is given back.
     """
+    lays_by_page = kind == "V1" and VERSION.release >= (0, 26)
+    if kind == "V2" and (0, 26) <= VERSION.release < (0, 29):
+        pytest.skip("the V2 runner takes heads for keys and values there")
     stage = Stage()
     own = {name(i): FullAttentionSpec(**MODEST) for i in range(3)}
     cross = {f"{name(i)}.cross": kv_cache_interface.CrossAttentionSpec(**MODEST) for i in range(3)}
     register(stage, own, RocmAttentionBackend)
     register(stage, cross, FlashAttentionBackend)
     runner = bound(stage, kind)
-    if ONE_BACKING or (kind == "V1" and VERSION.release >= (0, 26)):
+    if ONE_BACKING or lays_by_page:
         check_blocks(runner, keys_first=() if ONE_BACKING else own)
     else:
         assert not binding_of(runner).cells
