@@ -51,7 +51,7 @@ def test_zero_set_after_vllm_was_imported_takes_everything_back() -> None:
     assert last(done) == f"{OURS} {STOCK}"
 
 
-def test_from_imports_taken_before_the_patch_end_up_patched() -> None:
+def test_vllm_ascend_15815_from_imports_taken_before_end_up_patched() -> None:
     code = (
         STATE
         + "import vllm.v1.worker.gpu_model_runner, vllm.v1.worker.gpu.attn_utils as a\n"
@@ -63,7 +63,7 @@ def test_from_imports_taken_before_the_patch_end_up_patched() -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_children_are_patched(method: str, tmp_path: Path) -> None:
+def test_vllm_18326_children_are_patched(method: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         STATE

@@ -50,7 +50,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return overlay(tmp_path_factory.mktemp("changed"), CHANGED)
 
 
-def test_changed_signature_is_refused_at_every_import(changed: Path) -> None:
+def test_kvcached_358_a_changed_signature_is_refused_at_every_import(changed: Path) -> None:
     done = python("-c", IMPORT_TWICE, PYTHONPATH=str(changed), KVCACHED_PATCH="1")
     first, second = done.stdout.splitlines()
     assert first == second
@@ -68,7 +68,7 @@ def test_changed_signature_with_auto_runs_stock_and_warns_once(changed: Path) ->
     assert "vLLM runs unpatched: vllm 0.32.0: seam allocate differs" in warning
 
 
-def test_nothing_is_patched_before_all_is_checked(changed: Path) -> None:
+def test_kvcached_185_nothing_is_patched_before_all_is_checked(changed: Path) -> None:
     code = IMPORT_TWICE + "from kvcached_patch.seams.apply import armed; print(armed())"
     done = python("-c", code, PYTHONPATH=str(changed), KVCACHED_PATCH="on")
     assert done.stdout.splitlines()[-1] == "()"
@@ -90,7 +90,7 @@ def test_untested_release_with_matching_seams_warns_once(version: str, tmp_path:
 
 
 @pytest.mark.parametrize("version", ["0.32.0.post2", "0.32.0+cpu", "0.32.0+cu130"])
-def test_builds_of_a_tested_release_are_that_release(version: str, tmp_path: Path) -> None:
+def test_kvcached_193_builds_of_a_tested_release_are_that_release(version: str, tmp_path: Path) -> None:
     tree = overlay(tmp_path, {"_version.py": ("'0.32.0'", f"'{version}'")})
     done = python("-c", PATCHED, PYTHONPATH=str(tree), KVCACHED_PATCH="1")
     assert done.stdout.splitlines()[-1] == OURS
@@ -100,7 +100,7 @@ def test_builds_of_a_tested_release_are_that_release(version: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        ("0.20.2", "no seams are known for this release; expected vllm >=0.24"),
+        ("0.20.2", "no seams are known for this release; expected vllm >=0.22"),
         ("0.28.0", "seam v1-allocate differs"),
         ("nonsense", "vllm version 'nonsense': expected a PEP 440 version"),
     ],
@@ -111,6 +111,17 @@ def test_other_versions_are_refused(version: str, message: str, tmp_path: Path) 
     first, second = [line for line in done.stdout.splitlines() if line.startswith("SeamMismatch|")]
     assert first == second
     assert message in first
+
+
+def test_a_changed_name_that_is_relied_on_is_refused_too(tmp_path: Path) -> None:
+    """A new verb of vLLM's free queue would work on its linked list, past the blocks ours holds."""
+    verb = "    def steal(self):\n        return self.fake_free_list_head\n\n    def append("
+    tree = overlay(tmp_path, {"v1/core/kv_cache_utils.py": ("    def append(", verb)})
+    done = python("-c", IMPORT_TWICE, PYTHONPATH=str(tree), KVCACHED_PATCH="1")
+    first, second = [line for line in done.stdout.splitlines() if line.startswith("SeamMismatch|")]
+    assert first == second
+    assert "FreeKVCacheBlockQueue differs, which is relied on" in first
+    assert "found a new method steal" in first
 
 
 FOREIGN = """

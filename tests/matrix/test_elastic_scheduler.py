@@ -18,6 +18,7 @@ from tests.steps import (
     assert_drained,
     committed,
     engine_apart,
+    pool_of,
     prompt,
     random_load,
 )
@@ -163,3 +164,17 @@ def test_abort_in_mid_flight(make: Make, setup: Setup) -> None:
         engine.drain()
         engine.check_answers()
         assert_drained(engine)
+
+
+@SETUPS
+def test_kvcached_398_block_0_is_nobodys(make: Make, setup: Setup) -> None:
+    """vLLM's null block: never free, never a request's (see `tests.slots`), always committed."""
+    engine = make(setup, "none")
+    assert pool_of(engine).null_block.block_id == 0
+    random_load(engine, seed=2, requests=40)
+    engine.quiet(60)
+    free = pool_of(engine).free_block_queue.get_all_free_blocks()
+    assert {block.block_id for block in free} == set(range(1, setup.blocks))
+    held = engine.worker.memory.committed.nonzero()[0]
+    assert engine.worker.holds([0])
+    assert len(held) == len(set(held)) <= 1 + setup.slab_blocks
