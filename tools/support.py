@@ -30,6 +30,7 @@ RECORD = ROOT / "manifests" / "matrix.json"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- support: made by `make support` -->\n", "<!-- support: end -->\n"
 ENGINE, DRIVEN = "engine", "classes"
+KINDS = {"shape": ENGINE, "driven": DRIVEN}  # by the property's name
 
 
 class SupportError(Exception):
@@ -40,7 +41,7 @@ class SupportError(Exception):
 class Result:
     """One release's run: how many tests, how long (seconds), and what became of each shape.
 
-    shapes: ENGINE, DRIVEN, or why it does not run.
+    shapes: ENGINE; DRIVEN, with why there was no engine if one was asked for; or why neither.
     """
 
     passed: int
@@ -57,17 +58,30 @@ def read_result(path: Path) -> Result:
     except (ElementTree.ParseError, OSError) as error:
         raise SupportError(f"{path}: expected a JUnit file of pytest: {error}") from error
     result = Result(0, 0, 0, round(sum(float(suite.get("time", 0)) for suite in suites)))
+    outcomes: dict[str, list[tuple[str, str]]] = {}  # of each cache: ENGINE or DRIVEN, and why not
     for case in (case for suite in suites for case in suite.iter("testcase")):
         skipped = case.find("skipped")
         failed = case.find("failure") is not None or case.find("error") is not None
         result.failed += failed
         result.skipped += skipped is not None
         result.passed += not failed and skipped is None
+        why = "" if skipped is None else skipped.get("message", "").rpartition(": ")[2]
         for name, what in _properties(case):
-            if name in ("shape", "driven"):
-                done = ENGINE if name == "shape" else DRIVEN
-                why = "" if skipped is None else skipped.get("message", "").rpartition(": ")[2]
-                result.shapes[what] = "failed" if failed else why or done
+            if name in KINDS:
+                kind = KINDS[name]
+                outcomes.setdefault(what, []).append((kind, "failed" if failed else why))
+    for what, found in outcomes.items():
+        done = {kind for kind, problem in found if not problem}
+        problems = dict.fromkeys(problem for _, problem in found if problem)
+        if "failed" in problems:
+            result.shapes[what] = "failed"
+        elif ENGINE in done:
+            result.shapes[what] = ENGINE
+        elif DRIVEN in done:
+            engines = [problem for kind, problem in found if kind == ENGINE]
+            result.shapes[what] = ": ".join([DRIVEN, *engines])
+        else:
+            result.shapes[what] = "; ".join(problems)
     return result
 
 
@@ -121,7 +135,8 @@ def render(record: dict[str, Result]) -> str:
 def _cell(outcome: str, notes: dict[str, int]) -> str:
     if outcome in ("", ENGINE, DRIVEN):
         return outcome
-    return f"({notes.setdefault(outcome, len(notes) + 1)})"
+    kind, _, why = outcome.partition(": ") if outcome.startswith(DRIVEN) else ("", "", outcome)
+    return f"{kind} ({notes.setdefault(why, len(notes) + 1)})".strip()
 
 
 def readme_with(tables: str, readme: str) -> str:

@@ -90,7 +90,9 @@ def test_untested_release_with_matching_seams_warns_once(version: str, tmp_path:
 
 
 @pytest.mark.parametrize("version", ["0.32.0.post2", "0.32.0+cpu", "0.32.0+cu130"])
-def test_kvcached_193_builds_of_a_tested_release_are_that_release(version: str, tmp_path: Path) -> None:
+def test_kvcached_193_builds_of_a_tested_release_are_that_release(
+    version: str, tmp_path: Path
+) -> None:
     tree = overlay(tmp_path, {"_version.py": ("'0.32.0'", f"'{version}'")})
     done = python("-c", PATCHED, PYTHONPATH=str(tree), KVCACHED_PATCH="1")
     assert done.stdout.splitlines()[-1] == OURS

@@ -21,6 +21,11 @@ from tools.engine_job import make_engine, probe
 ENCODER_ONLY = "bert"
 UNCACHED = {"enable_prefix_caching": False}
 STATEFUL = {"dtype": "bfloat16", **UNCACHED}
+PER_LAYER = {
+    "releases": ">=0.28",
+    "why": "it asks for one head_dim of all layers (AmbiguousGlobalPerLayerAttributeError)",
+}
+TRITON = {"releases": ">=0.28", "why": "its Mamba code wants Triton (next_power_of_2)"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,9 @@ SHAPES = {
     "gpt_oss": Shape("sliding and full attention, with sinks", "gpt_oss", {"dtype": "bfloat16"}),
     "gemma3n": Shape("layers that share caches", "gemma3n", aliased=5),
     "gemma4_uniform": Shape("layers that share caches (Gemma 4)", "gemma4_uniform", aliased=4),
-    "gemma4": Shape("layers that share caches, head sizes by kind", "gemma4", aliased=4),
+    "gemma4": Shape(
+        "layers that share caches, head sizes by kind", "gemma4", aliased=4, **PER_LAYER
+    ),
     "gemma4_31b": Shape(
         "head sizes by kind, keys used as values",
         "gemma4",
@@ -75,19 +82,28 @@ SHAPES = {
                 "num_global_key_value_heads": 1,
             }
         },
+        **PER_LAYER,
     ),
-    "mla": Shape("latent attention (MLA)", "deepseek_v2", {"dtype": "bfloat16"}),
+    "mla": Shape(
+        "latent attention (MLA)",
+        "deepseek_v2",
+        {"dtype": "bfloat16"},
+        releases=">=0.29",
+        why="it has no such backend",
+    ),
     "llama4": Shape(
         "chunked local and full attention",
         "llama4",
         {"dtype": "bfloat16", "hf_overrides": {"use_qk_norm": False}},
     ),
-    "falcon_h1": Shape("attention and Mamba in every layer", "falcon_h1", STATEFUL),
-    "nemotron_h": Shape("attention and Mamba layers", "nemotron_h", STATEFUL),
+    "falcon_h1": Shape("attention and Mamba in every layer", "falcon_h1", STATEFUL, **TRITON),
+    "nemotron_h": Shape("attention and Mamba layers", "nemotron_h", STATEFUL, **TRITON),
     "qwen3_next": Shape(
         "attention and gated delta-net layers",
         "qwen3_next",
         {"mamba_ssm_cache_dtype": "float32", **STATEFUL},
+        releases=">=0.28",
+        why="its process dies in the first step",
     ),
     "whisper": Shape(
         "self and cross attention (encoder and decoder)",

@@ -34,6 +34,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.mark.driven("latents of several compressions (DeepSeek V4)")
 def test_deepseek_v4_latents_of_several_compressions(kind: str) -> None:
     """Full layers of two page sizes, windows of a third, in several groups of mixed sizes."""
     compression = "compress_ratio" if has(MLAAttentionSpec, "compress_ratio") else STATES
@@ -53,6 +54,7 @@ def test_deepseek_v4_latents_of_several_compressions(kind: str) -> None:
     check_blocks(runner)
 
 
+@pytest.mark.driven("values of another size than keys")
 def test_values_of_another_size_than_keys(kind: str) -> None:
     spec = FullAttentionSpec(**MODEST | {"head_size": 96, "head_size_v": 64})
     FlashAttentionDiffKVBackend.set_head_size_v(64)
@@ -79,6 +81,7 @@ def test_whispers_cross_attention_beside_rocms_keys_first(kind: str) -> None:
         assert not binding_of(runner).cells
 
 
+@pytest.mark.driven("Mamba alone")
 def test_mamba_alone(kind: str) -> None:
     spec = MambaSpec(
         block_size=16, shapes=((4, 8), (2, 16, 4)), dtypes=(torch.float32, torch.float16)
@@ -86,6 +89,7 @@ def test_mamba_alone(kind: str) -> None:
     check_blocks(bound(of_spec(spec, Mamba2AttentionBackend), kind, nbytes=64 << 10))
 
 
+@pytest.mark.driven("TurboQuant")
 def test_turboquant(kind: str) -> None:
     """Slots of packed keys and values, a byte count that no head size gives."""
     if kind == "V1" and VERSION.release[:2] == (0, 26):

@@ -61,11 +61,15 @@ def kv_cache_layout(layout: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     utils.set_kv_cache_layout(asked)
 
 
+@pytest.mark.driven(
+    "layers that share caches, head sizes by kind", "head sizes by kind, keys used as values"
+)
 @pytest.mark.parametrize("shape", [uniform, hybrid])
 def test_attention_layers(kind: str, shape: Any) -> None:
     check_blocks(bound(shape(), kind))
 
 
+@pytest.mark.driven("keys before blocks (ROCm up to 0.28)")
 @before_0_29
 @pytest.mark.parametrize("shape", [uniform, hybrid])
 def test_keys_before_blocks_are_two_lanes(kind: str, shape: Any) -> None:
@@ -79,6 +83,7 @@ def test_keys_before_blocks_are_two_lanes(kind: str, shape: Any) -> None:
     check_blocks(runner, keys_first=runner.bound)
 
 
+@pytest.mark.driven("layouts NHD and HND")
 @before_0_29
 def test_kvcached_205_shape_and_stride_order_are_the_backends(
     kind: str, monkeypatch: pytest.MonkeyPatch
@@ -94,6 +99,7 @@ def test_kvcached_205_shape_and_stride_order_are_the_backends(
     assert len(strides) == 2
 
 
+@pytest.mark.driven("layouts LBNHC, LBHNC, LHBNC, BLNHC, BLHNC, BHLNC")
 @from_0_29
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_kvcached_205_every_layout_of_the_whole_backing(kind: str, layout: str) -> None:
@@ -116,6 +122,7 @@ def test_layouts_of_hybrids(kind: str, layout: str) -> None:
     check_blocks(runner)
 
 
+@pytest.mark.driven("kernel block smaller than the manager's")
 def test_kvcached_330_kernel_block_smaller_than_the_managers(kind: str) -> None:
     """FlashMLA's kernels take blocks of 64 tokens, the manager's here have 256."""
     spec = MLAAttentionSpec(**LATENT | {"block_size": 256})
@@ -136,6 +143,7 @@ def test_kvcached_367_block_larger_than_a_page(kind: str) -> None:
     check_blocks(runner)
 
 
+@pytest.mark.driven("padded blocks")
 @pytest.mark.skipif(VERSION.release < (0, 24), reason="vLLM < 0.24 refuses such layers")
 def test_kvcached_399_padded_page_size(kind: str) -> None:
     """Page sizes that do not divide one another, as Gemma 4 12B's: vLLM pads the smaller."""
@@ -157,6 +165,7 @@ def test_kvcached_426_padded_page_of_one_group(kind: str) -> None:
     check_blocks(runner)
 
 
+@pytest.mark.driven("fp8 with scales per token and head")
 def test_kvcached_424_fp8_scales_inside_the_raw_storage(kind: str) -> None:
     """Scales that the backend carves out of the raw storage are in their block's extent."""
     stage = Stage()
@@ -194,8 +203,22 @@ SPECS = {
     "HiddenStateCacheSpec": LATENT,
 }
 
+DRIVEN = {
+    "SlidingWindowSpec": "sliding window",
+    "ChunkedLocalAttentionSpec": "chunked local and full attention",
+    "CrossAttentionSpec": "self and cross attention (encoder and decoder)",
+    "SinkFullAttentionSpec": "full attention with sinks",
+    "RSWASpec": "RSWA",
+    "CircularBufferSpec": "circular buffers",
+    "MLAAttentionSpec": "latent attention (MLA)",
+    "SlidingWindowMLASpec": "latent attention with a sliding window",
+    "HiddenStateCacheSpec": "caches of hidden states",
+}
 
-@pytest.mark.parametrize("name_of_spec", SPECS)
+
+@pytest.mark.parametrize(
+    "name_of_spec", [pytest.param(each, marks=pytest.mark.driven(DRIVEN[each])) for each in SPECS]
+)
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside full attention"])
 def test_specs(kind: str, name_of_spec: str, beside: bool) -> None:
     arguments = SPECS[name_of_spec]
@@ -210,6 +233,7 @@ def test_specs(kind: str, name_of_spec: str, beside: bool) -> None:
     check_blocks(bound(stage, kind))
 
 
+@pytest.mark.driven("layers of different sizes in one group")
 def test_layers_of_different_sizes_in_one_group(kind: str) -> None:
     stage = Stage()
     for i, heads in enumerate((1, 2, 4)):
@@ -221,6 +245,11 @@ def test_layers_of_different_sizes_in_one_group(kind: str) -> None:
     check_blocks(runner)
 
 
+@pytest.mark.driven(
+    "attention and Mamba in every layer",
+    "attention and Mamba layers",
+    "attention and gated delta-net layers",
+)
 @pytest.mark.parametrize("backend", [FlashAttentionBackend, RocmAttentionBackend])
 def test_hybrid_with_mamba(kind: str, backend: Any) -> None:
     """Attention and Mamba overlay the same pages: a block's states are where its tokens are."""
@@ -243,6 +272,7 @@ def test_hybrid_with_mamba(kind: str, backend: Any) -> None:
     check_blocks(runner, keys_first=[name(i) for i in range(3)] if keys_first else ())
 
 
+@pytest.mark.driven("packed: one block of all layers, then the next")
 @pytest.mark.skipif(ONE_BACKING or VERSION.release < (0, 24), reason="vLLM 0.24-0.28 packs")
 def test_packed_by_vllms_own_planning(kind: str) -> None:
     """`enable_cross_layers_blocks`: one block of all layers of a group, then the next."""
@@ -269,6 +299,7 @@ class PrefersCrossLayerBlocks(ExampleConnector):
     prefer_cross_layer_blocks = True
 
 
+@pytest.mark.driven("one cache across layers, for KV connectors")
 @before_0_29
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_one_cache_across_layers(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
