@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from tools.engine_job import run_job
 from tools.tiny_model import write_model
 
 OUT = Path(__file__).resolve().parent.parent / "out" / "parity"
+# vLLM puts its OpenMP here when a process makes an engine's settings, as a test may have done; an
+# engine without workers of its own is three times as slow with it.
+PRELOADED = os.environ.get("LD_PRELOAD", "")
 REPORT = "kvcached_patch.engines.vllm_worker:report"
 
 
@@ -66,6 +70,9 @@ def run(
         env={
             "KVCACHED_PATCH": "1" if patched else "0",
             "XDG_RUNTIME_DIR": str(_runtime_dir()),
+            # Else each engine compiles, for seconds, one sum that log-probabilities take.
+            "TORCHDYNAMO_DISABLE": "1",
+            "LD_PRELOAD": PRELOADED,
             **(env or {}),
         },
         log=log,

@@ -76,6 +76,9 @@ def forked(job: Job, at_once: int = 3, **engines: Callable[[Job], Found]) -> Fou
     """
     for module in ("entrypoints.llm", "v1.worker.cpu_worker", "v1.worker.cpu_model_runner"):
         importlib.import_module(f"vllm.{module}")
+    # vLLM looks at a model's class in a process of its own, lest CUDA be initialized in this one.
+    registry = importlib.import_module("vllm.model_executor.models.registry")
+    registry._run_in_subprocess = lambda look: look()
 
     def run(engine: Callable[[Job], Found]) -> Found:
         with ProcessPoolExecutor(1, mp_context=get_context("fork")) as process:
