@@ -55,7 +55,7 @@ several-%: venv-%
 
 # What ran on which release; `support` also records it, in manifests/matrix.json and the README.
 ran: venv-$(VLLM)
-	@$(ENGINE)/bin/python -m tools.support
+	@$(ENGINE)/bin/python -m tools.support $(SUPPORT)
 
 support: venv-$(VLLM)
 	@$(ENGINE)/bin/python -m tools.support --record

