@@ -13,7 +13,8 @@ _startup.install()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tell the result which caches a test drives without an engine, for the table of support."""
+    """Tell the result which caches a test stands for, for the table of support."""
     for item in items:
-        for mark in item.iter_markers("driven"):
-            item.user_properties += [("driven", what) for what in mark.args]
+        for mark in item.iter_markers():
+            if mark.name in ("shape", "driven"):
+                item.user_properties += [(mark.name, what) for what in mark.args]

@@ -14,7 +14,7 @@ from tools.tiny_model import write_model
 FOLDER = f"modes-{vllm.__version__}"
 SPECULATIVE = pytest.mark.skipif(
     not speculates(),
-    reason="stock vLLM 0.24 does not start with speculation on a CPU (TypeError: USE_FP64_GUMBEL)",
+    reason=f"stock vLLM {vllm.__version__} does not start with speculation on a CPU: TypeError",
 )
 
 
@@ -79,6 +79,7 @@ def test_preemption_of_a_model_whose_layers_share_caches(engines: Pair) -> None:
 
 
 @SPECULATIVE
+@pytest.mark.shape("layers that share caches, speculation by n-grams")
 def test_ngram_speculation_with_preemption(engines: Pair) -> None:
     (batch,) = engines.same("gemma3n", "crowd")
     assert batch["preemptions"] > 0
@@ -86,6 +87,7 @@ def test_ngram_speculation_with_preemption(engines: Pair) -> None:
 
 
 @SPECULATIVE
+@pytest.mark.shape("full attention, speculation by a draft model")
 def test_speculation_by_a_draft_model_with_preemption(engines: Pair) -> None:
     (batch,) = engines.same("draft", "crowd")
     assert batch["preemptions"] > 0
