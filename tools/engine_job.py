@@ -16,13 +16,16 @@ Job keys (only `model` is required):
 - `rounds`: how many times everything is generated (default 1).
 - `probe`: "module:function" strings, called with the worker in every worker after the last
   generation; with `probe_each` also before the first and after each generation.
+- `sample`: "module:function" string; called without an argument in the front-end process while a
+  generation runs, ten times a second, and after it.
 - `front_probe`: the same, called without an argument in the front-end process at the end.
 - `call`: a "module:function" string; called with the job instead of all this, its return value is
   the result. It can make engines with `make_engine` and question their workers with `probe`.
 
 Result keys: `tokens` and `logprobs` (of the chosen tokens), or `embeddings`, one list per prompt,
 all generations joined in order; `calls` (prompts in each generation); `probes` (per name, a list
-with one result per worker); `probes_each` (a list of such mappings); `front_probes`; `versions`;
+with one result per worker); `probes_each` (a list of such mappings); `samples` (of each generation
+the largest); `front_probes`; `versions`;
 `settings`; `import_s`, `init_s`, `generate_s` (a list); `output_tokens`; `pid`.
 """
 
@@ -37,8 +40,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -174,18 +178,20 @@ def _generate(llm: Any, job: Job) -> Result:
     each: list[Any] = []
     if job.get("probe_each"):
         each.append(probe(llm, job))
+    samples: list[Any] = []
     for batch in batches * job.get("rounds", 1):
         prompts = [{"prompt_token_ids": list(ids)} for ids in batch]
         start = time.perf_counter()
-        if embed:
-            outputs += llm.embed(prompts, use_tqdm=False)
-        elif prompts:
-            outputs += _generate_batch(llm, prompts, job)
+        with _sampled(job, samples):
+            if embed:
+                outputs += llm.embed(prompts, use_tqdm=False)
+            elif prompts:
+                outputs += _generate_batch(llm, prompts, job)
         seconds.append(time.perf_counter() - start)
         calls.append(len(prompts))
         if job.get("probe_each"):
             each.append(probe(llm, job))
-    result: Result = {"calls": calls, "generate_s": seconds}
+    result: Result = {"calls": calls, "generate_s": seconds, "samples": samples}
     if embed:
         result["embeddings"] = [list(output.outputs.embedding) for output in outputs]
     else:
@@ -195,6 +201,28 @@ def _generate(llm: Any, job: Job) -> Result:
     if each:
         result["probes_each"] = each
     return result
+
+
+@contextlib.contextmanager
+def _sampled(job: Job, samples: list[Any]) -> Iterator[None]:
+    """Meanwhile call the job's `sample`; its largest value is added to `samples`."""
+    if "sample" not in job:
+        yield
+        return
+    sample, ended, found = _resolve(job["sample"]), threading.Event(), []
+
+    def watch() -> None:
+        while not ended.wait(0.1):
+            found.append(sample())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    samples.append(max([*found, sample()]))
 
 
 def _generate_batch(llm: Any, prompts: list[dict[str, list[int]]], job: Job) -> list[Any]:

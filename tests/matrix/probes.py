@@ -36,14 +36,14 @@ def contents(worker: Any, blocks: list[tuple[int, int]]) -> list[str]:
 def until_given_back() -> dict[str, float]:
     """Watch the KV cache's resident bytes until hardly any are left, or patience ends."""
     start, never = time.monotonic(), threading.Event()
-    while (left := _kv_resident()) > LEAST_BYTES:
+    while (left := kv_resident_anywhere()) > LEAST_BYTES:
         if time.monotonic() > start + PATIENCE_SECONDS:
             break
         never.wait(0.05)
     return {"left_bytes": left, "seconds": time.monotonic() - start}
 
 
-def _kv_resident() -> int:
+def kv_resident_anywhere() -> int:
     """Resident bytes of the KV cache: the largest MAP_NORESERVE mapping of all processes."""
     found = [mapping for pid in _descendants(os.getpid()) for mapping in _mappings(pid)]
     return max(found)[1]
