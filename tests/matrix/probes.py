@@ -70,6 +70,10 @@ def _mappings(pid: int) -> Iterator[tuple[int, int]]:
 
 def _descendants(pid: int) -> Iterator[int]:
     for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
+        try:
+            children = (task / "children").read_text().split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # this thread has ended meanwhile
+        for child in children:
             yield int(child)
             yield from _descendants(int(child))

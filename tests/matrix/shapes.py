@@ -25,7 +25,6 @@ PER_LAYER = {
     "releases": ">=0.28",
     "why": "it asks for one head_dim of all layers (AmbiguousGlobalPerLayerAttributeError)",
 }
-TRITON = {"releases": ">=0.28", "why": "its Mamba code wants Triton (next_power_of_2)"}
 
 
 @dataclass(frozen=True)
@@ -96,8 +95,20 @@ SHAPES = {
         "llama4",
         {"dtype": "bfloat16", "hf_overrides": {"use_qk_norm": False}},
     ),
-    "falcon_h1": Shape("attention and Mamba in every layer", "falcon_h1", STATEFUL, **TRITON),
-    "nemotron_h": Shape("attention and Mamba layers", "nemotron_h", STATEFUL, **TRITON),
+    "falcon_h1": Shape(
+        "attention and Mamba in every layer",
+        "falcon_h1",
+        STATEFUL,
+        releases=">=0.28",
+        why="its Mamba code wants Triton (next_power_of_2)",
+    ),
+    "nemotron_h": Shape(
+        "attention and Mamba layers",
+        "nemotron_h",
+        STATEFUL,
+        releases=">=0.28,!=0.31.*",
+        why="its Mamba code wants Triton (next_power_of_2), or its transformers other layer names",
+    ),
     "qwen3_next": Shape(
         "attention and gated delta-net layers",
         "qwen3_next",
