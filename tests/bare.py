@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -204,6 +204,30 @@ def bind(runner: Any, plan: KVCacheConfig) -> dict[str, Any]:
     with set_current_vllm_config(runner.vllm_config):
         worker_of(runner).initialize_from_config(plan)
     return runner.bound
+
+
+class OneWorker:
+    """Goes before one of vLLM's executors: its one worker is there already, in this process."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker, self.vllm_config = worker, worker.vllm_config
+        self.parallel_config = self.vllm_config.parallel_config
+        self.model_config = self.vllm_config.model_config
+        self.up = True
+
+    def collective_rpc(self, method: Any, timeout: Any = None, args: Sequence[Any] = ()) -> Any:
+        if callable(method):
+            return [method(self.worker, *args)]
+        if method == "initialize_from_config":
+            return [self.worker.initialize_from_config(args[0][0])]
+        assert method == "compile_or_warm_up_model"
+        return []
+
+    def shutdown(self) -> None:
+        self.up = False
+
+    def __del__(self) -> None:
+        """Nothing is to be shut down."""
 
 
 def worker_of(runner: Any) -> Worker:

@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from kvcached_patch.engines import vllm_scheduler
 from kvcached_patch.errors import ConfigError
-from tests.bare import Stage, worker_of
+from tests.bare import OneWorker, Stage, worker_of
 
 ray_executor = pytest.importorskip(
     "vllm.v1.executor.ray_executor", reason="vLLM has no such executor any more from 0.33"
 )
 
 
-class OlderRay(ray_executor.RayDistributedExecutor):
-    """Ray's older executor with its one worker in this process: Ray itself is not needed."""
-
-    def __init__(self, worker: Any, config: Any) -> None:
-        self.worker, self.vllm_config = worker, config
-        self.up = True
-
-    def collective_rpc(self, method: Any, timeout: Any = None, args: Sequence[Any] = ()) -> Any:
-        if callable(method):
-            return [method(self.worker, *args)]
-        if method == "initialize_from_config":
-            return [self.worker.initialize_from_config(args[0][0])]
-        assert method == "compile_or_warm_up_model"
-        return []
-
-    def shutdown(self) -> None:
-        self.up = False
-
-    def __del__(self) -> None:
-        pass
+class OlderRay(OneWorker, ray_executor.RayDistributedExecutor):
+    """Ray's older executor: Ray itself is not needed."""
 
 
 @pytest.fixture
@@ -45,7 +26,7 @@ def ray() -> tuple[OlderRay, Any]:
     stage.attention("model.layers.0.self_attn.attn")
     runner = stage.runner("V1")
     plan = stage.plan(runner.get_kv_cache_spec())
-    return OlderRay(worker_of(runner), stage.config), plan
+    return OlderRay(worker_of(runner)), plan
 
 
 def test_memory_under_rays_older_executor_is_not_elastic(

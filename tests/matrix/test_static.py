@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,7 +25,7 @@ from kvcached_patch.engines.vllm_static import (
     static_because,
 )
 from kvcached_patch.errors import ConfigError
-from tests.bare import Stage, model_dir, worker_of
+from tests.bare import OneWorker, Stage, model_dir, worker_of
 from tests.matrix.pairs import Pair, pair
 from tests.matrix.test_allocation import name, report_of
 
@@ -101,28 +101,8 @@ ELASTIC: dict[str, Callable[[Any], None]] = {
 }
 
 
-class OneWorker(UniProcExecutor):
-    """vLLM's executor of one process around a worker that is there already."""
-
-    def __init__(self, worker: Any) -> None:
-        self.worker, self.vllm_config = worker, worker.vllm_config
-        self.parallel_config = self.vllm_config.parallel_config
-        self.model_config = self.vllm_config.model_config
-        self.up = True
-
-    def collective_rpc(self, method: Any, timeout: Any = None, args: Sequence[Any] = ()) -> Any:
-        if callable(method):
-            return [method(self.worker, *args)]
-        if method == "initialize_from_config":
-            return [self.worker.initialize_from_config(args[0][0])]
-        assert method == "compile_or_warm_up_model"
-        return []
-
-    def shutdown(self) -> None:
-        self.up = False
-
-    def __del__(self) -> None:
-        pass
+class OneProcess(OneWorker, UniProcExecutor):
+    """vLLM's executor of one process."""
 
 
 class RawAllocations(TorchFunctionMode):
@@ -155,7 +135,7 @@ class Scene:
         )
         # The libraries of most connectors are not there.
         monkeypatch.setattr(gpu_worker, "ensure_kv_transfer_initialized", lambda *_: None)
-        self.executor = OneWorker(worker)
+        self.executor = OneProcess(worker)
         vllm_scheduler.agree(None)
         self.start = lambda: self.executor.initialize_from_config([plan])
 
