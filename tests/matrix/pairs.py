@@ -54,6 +54,12 @@ class Pair(NamedTuple):
         assert min(distinct) > 5, "outputs hardly vary"
         return batches
 
+    def same_contents(self, engine: str) -> None:
+        """Every cached block holds what it holds in stock vLLM: nobody else wrote there."""
+        stock, patched = (run.result[engine]["contents"] for run in self)
+        assert len(stock) > 10
+        assert {key: patched[key] for key in stock} == stock
+
     def reports(self, engine: str) -> list[dict[str, Any]]:
         """What each worker of the patched engine says it bound."""
         found: list[dict[str, Any]] = self.patched.result[engine]["probes"][REPORT]

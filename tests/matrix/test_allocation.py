@@ -24,6 +24,7 @@ from tests.bare import (
     tensors,
     worker_of,
 )
+from tests.blocks import binding_of
 
 KINDS = ["V1", "V2"]
 
@@ -93,10 +94,6 @@ def first_pass(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         record(gpu_model_runner.GPUModelRunner, "_reshape_kv_cache_tensors")
         record(attn_utils, "_reshape_kv_cache")
     return seen
-
-
-def bound_binding(runner: Any) -> vllm_worker.Binding:
-    return vllm_worker._bindings[worker_of(runner)]
 
 
 def report_of(runner: Any) -> dict[str, Any]:
@@ -182,7 +179,7 @@ def test_vllm_43185_v2_sharing_layers_are_aliased_in_their_targets_group(shape: 
     groups = [group.layer_names for group in runner.kv_cache_config.kv_cache_groups]
     with_metadata = [[n for g in groups for n in g.layer_names] for groups in runner.attn_groups]
     for layer, target in SHARING[shape].items():
-        assert bound_binding(runner).caches[layer] is bound_binding(runner).caches[target]
+        assert binding_of(runner).caches[layer] is binding_of(runner).caches[target]
         assert [layer in group for group in groups] == [target in group for group in groups]
         assert [layer in group for group in with_metadata] == [target in g for g in with_metadata]
 
@@ -193,7 +190,7 @@ def test_bytes_are_ours_and_exactly_what_vllm_asked_for(kind: str, shape: str) -
     plan = stage.plan(runner.get_kv_cache_spec())
     bound = bind(runner, plan)
 
-    ours = {m.tensor.data_ptr(): m.tensor.numel() for m in bound_binding(runner).memories}
+    ours = {m.tensor.data_ptr(): m.tensor.numel() for m in binding_of(runner).memories}
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(bound)}
     assert held == ours
     assert set(held.values()) == {tensor.size for tensor in plan.kv_cache_tensors}
@@ -220,7 +217,7 @@ def test_allocation_outside_the_gate_is_stock(kind: str) -> None:
     assert vllm_worker.report(worker_of(runner)) is None
 
     bind(runner, plan)
-    real = {m.tensor.data_ptr() for m in bound_binding(runner).memories}
+    real = {m.tensor.data_ptr() for m in binding_of(runner).memories}
     runner.initialize_kv_cache(plan)
     assert real.isdisjoint(t.untyped_storage().data_ptr() for t in tensors(runner.bound))
 

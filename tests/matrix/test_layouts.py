@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.bare import CPU, ONE_BACKING, VERSION, Stage, bind, geometry, stock, tensors
-from tests.matrix.test_allocation import KINDS, bound_binding, name, report_of, uniform
+from tests.blocks import binding_of
+from tests.matrix.test_allocation import KINDS, name, report_of, uniform
 
 SHARING = {name(4): name(2), name(5): name(3)}
 LAYOUTS = ["LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC"]
@@ -60,7 +61,7 @@ def test_packed_descriptors_share_one_range(kind: str) -> None:
     report = report_of(runner)
     assert (report["ranges"], report["pools"], report["aliased"]) == (1, 4, 2)
     assert all(bound[layer] is bound[target] for layer, target in SHARING.items())
-    (memory,) = bound_binding(runner).memories
+    (memory,) = binding_of(runner).memories
     assert {t.untyped_storage().data_ptr() for t in tensors(bound)} == {memory.tensor.data_ptr()}
     assert {cache[0].data_ptr() - memory.tensor.data_ptr() for cache in bound.values()} == {
         i * block_bytes for i in range(4)
@@ -103,7 +104,7 @@ def test_mamba_states_are_aliased_as_one_object(monkeypatch: pytest.MonkeyPatch)
     assert bound["model.layers.3.mamba"] is not bound["model.layers.0.mamba"]
     assert report_of(runner)["aliased"] == 1
     held = {t.untyped_storage().data_ptr() for t in tensors(bound)}
-    assert held == {m.tensor.data_ptr() for m in bound_binding(runner).memories}
+    assert held == {m.tensor.data_ptr() for m in binding_of(runner).memories}
 
 
 def mamba_groups(config: Any) -> list[list[Any]]:
