@@ -17,14 +17,25 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvcached_patch.core.shares import fair_shares
 from kvcached_patch.core.sizes import format_bytes, parse_bytes
+from kvcached_patch.core.totals import Totals
 from kvcached_patch.errors import LedgerError
 from kvcached_patch.ledger_account import Account, limit_word
-from kvcached_patch.ledger_file import DEAD, LIVE, MODEL, NAME, SLOTS, Field, LedgerFile, Table
+from kvcached_patch.ledger_file import (
+    DEAD,
+    LIVE,
+    MODEL,
+    NAME,
+    SLOTS,
+    TOTALS,
+    Field,
+    LedgerFile,
+    Table,
+)
 from kvcached_patch.system import private_directory
 
 __all__ = [
@@ -63,6 +74,7 @@ class EngineRecord:
     hits: int
     age_s: float
     alive: bool
+    totals: Totals = field(default_factory=Totals)
 
     @property
     def hit_rate(self) -> float | None:
@@ -214,4 +226,5 @@ def _engine(table: Table, slot: int) -> EngineRecord:
         hits=table.get(slot, Field.HITS),
         age_s=max(time.monotonic_ns() - table.get(slot, Field.SEEN), 0) / 1e9,
         alive=live,
+        totals=Totals.of(table.row(slot)[TOTALS]),
     )

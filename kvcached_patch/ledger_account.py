@@ -9,12 +9,14 @@ from collections.abc import Callable
 
 from kvcached_patch.core.shares import fair_shares, shares_with_caches
 from kvcached_patch.core.sizes import MOST_BYTES
+from kvcached_patch.core.totals import Totals
 from kvcached_patch.errors import LedgerError
 from kvcached_patch.ledger_file import (
     LIVE,
     MODEL,
     NAME,
     SLOTS,
+    TOTALS,
     UNUSED,
     WORDS,
     Field,
@@ -187,6 +189,7 @@ class Account:
         free: int | None = None,
         queries: int | None = None,
         hits: int | None = None,
+        totals: Totals | None = None,
     ) -> None:
         """Publish statistics, those not given staying as they were, with a heartbeat.
 
@@ -197,10 +200,11 @@ class Account:
         given = cached, free, queries, hits
         with self._open() as table:
             self._find(table)
-            before = self._row[Field.CACHED : Field.SEEN]
+            before = self._row[Field.CACHED : TOTALS.start]
             both = zip(before, given, strict=True)
             now = [was if new is None else checked(new) for was, new in both]
-            self._put(table, Field.CACHED, *now, time.monotonic_ns())
+            done = self._row[TOTALS] if totals is None else totals.words()
+            self._put(table, Field.CACHED, *now, *done, time.monotonic_ns())
 
     def close(self) -> None:
         """Leave: the bytes return, the record is free. In a forked child it does nothing."""

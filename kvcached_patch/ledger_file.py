@@ -25,30 +25,35 @@ from kvcached_patch.system import alive, private_file
 logger = logging.getLogger("vllm.kvcached_patch")
 
 MAGIC = b"KVLEDGER"
-VERSION = 1
+VERSION = 2
 SLOTS = 64
 _HEADER = 64
-_RECORD = 256
-SIZE = _HEADER + SLOTS * _RECORD
+RECORD = 384
+SIZE = _HEADER + SLOTS * RECORD
 # Of any version: magic; version, header bytes, record bytes, slots; and in each record first
 # state (0: free), pid, start time. So one version can tell whether another is in use.
 _HEAD = struct.Struct("=8s4I")
 _OWNER = struct.Struct("=3Q")
-_BEGIN = _HEAD.pack(MAGIC, VERSION, _HEADER, _RECORD, SLOTS)
+_BEGIN = _HEAD.pack(MAGIC, VERSION, _HEADER, RECORD, SLOTS)
 _TOTAL, _GENERATION = 3, 4  # words of the header
 
-NAME, MODEL = slice(12, 20), slice(20, 32)  # words of a record
-WORDS = _RECORD // 8
+TOTALS, NAME, MODEL = slice(11, 26), slice(28, 36), slice(36, 48)  # words of a record; 27: free
+WORDS = RECORD // 8
 UNUSED, LIVE, DEAD = range(3)  # states; any other is as good as UNUSED
 _WAIT_S = 2.0
 _FIRST = _HEADER // 8
 
 
 class Field:
-    """Words of a record; sizes in bytes, a limit of 0: none; SEEN: time.monotonic_ns()."""
+    """Words of a record; sizes in bytes, a limit of 0: none; SEEN, TRIM: time.monotonic_ns().
+
+    TRIM: when the engine was asked to give back what only its prefix cache keeps; 0 once it has.
+    """
 
     STATE, PID, START, RESERVED, COMMITTED, WANTED = range(6)
-    LIMIT, CACHED, FREE, QUERIES, HITS, SEEN = range(6, 12)
+    LIMIT, CACHED, FREE, QUERIES, HITS = range(6, 11)
+    SEEN = TOTALS.stop
+    TRIM = SEEN + 1
 
 
 class Table:
@@ -250,7 +255,7 @@ class LedgerFile:
             if len(data) < _HEADER:
                 self._begin()
             else:
-                whole = len(data) - (len(data) - _HEADER) % _RECORD
+                whole = len(data) - (len(data) - _HEADER) % RECORD
                 os.pwrite(self._fd, bytes(SIZE - whole), whole)
             logger.warning("ledger %s: %s; filled up with free records", self.path, found)
             return False
@@ -278,7 +283,7 @@ class LedgerFile:
                 if state and alive(pid, start):
                     raise LedgerError(
                         f"ledger {self.path}: {found}, in use by process {pid};"
-                        f" expected format {VERSION} with {SLOTS} records of {_RECORD} bytes."
+                        f" expected format {VERSION} with {SLOTS} records of {RECORD} bytes."
                         f" Run one version of kvcached-patch at a time"
                     )
         return found

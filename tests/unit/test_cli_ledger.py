@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from kvcached_patch.cli_ledger import HEADINGS, Device, limit, plain, read, redraw, rows, top
+from kvcached_patch.core.totals import Totals
 from kvcached_patch.ledger import EngineRecord, Ledger, ledger_path
 from tests.fresh import environment
 from tests.lanes import ROOT
@@ -110,7 +112,7 @@ def test_json_has_every_number(run: Path, capsys: pytest.CaptureFixture[str]) ->
     account = host(run).join("a", model="org/m", reserved=GIB)
     account.reserve(MIB)
     account.want(3)
-    account.publish(cached=1, free=2, queries=4, hits=1)
+    account.publish(cached=1, free=2, queries=4, hits=1, totals=Totals(pages_committed=7))
     assert top(run, once=False, as_json=True) == 0
     (device,) = json.loads(outcome(capsys)[0])["devices"]
     (engine,) = device.pop("engines")
@@ -122,6 +124,7 @@ def test_json_has_every_number(run: Path, capsys: pytest.CaptureFixture[str]) ->
         "name": "a", "pid": os.getpid(), "model": "org/m", "reserved_bytes": GIB,
         "committed_bytes": MIB, "cached_bytes": 1, "wanted_bytes": 3, "limit_bytes": None,
         "free_bytes": 2, "queries": 4, "hits": 1, "hit_rate": 0.25, "alive": True,
+        "totals": asdict(Totals(pages_committed=7)),
     }  # fmt: skip
 
 

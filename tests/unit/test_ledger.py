@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvcached_patch.core.sizes import MOST_BYTES
+from kvcached_patch.core.totals import Totals
 from kvcached_patch.errors import LedgerError
 from kvcached_patch.ledger import Ledger, default_dir, devices, ledger_path
 from kvcached_patch.ledger_file import SLOTS, UNUSED, Field, LedgerFile
@@ -81,6 +82,19 @@ def test_what_joined_is_what_is_read(ledger: Ledger) -> None:
     assert (record.queries, record.hits, record.hit_rate) == (4, 3, 0.75)
     assert record.alive
     assert account.committed == MIB
+
+
+def test_totals_are_read_as_they_were_published(ledger: Ledger) -> None:
+    account = ledger.join("a", model="org/model")
+    totals = Totals(pages_committed=7, pages_released=5, misses=3)
+    for seconds in (0.0, 0.001, 0.0011, 99.0):
+        totals.released(seconds)
+    account.publish(totals=totals)
+    account.publish(free=5)
+    (record,) = ledger.engines()
+    assert record.totals == Totals(7, 5, 3, 99_002_100_000, [2, 1, *[0] * 8, 1])
+    assert (record.name, record.model, record.free) == ("a", "org/model", 5)
+    assert record.age_s < 60
 
 
 def test_before_the_first_query_there_is_no_hit_rate(ledger: Ledger) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from kvcached_patch.errors import LedgerError
 from kvcached_patch.ledger import Ledger, devices, ledger_path
-from kvcached_patch.ledger_file import MAGIC, SIZE, VERSION, LedgerFile
+from kvcached_patch.ledger_file import MAGIC, RECORD, SIZE, VERSION, LedgerFile
 from kvcached_patch.system import started
 from tests.ledgers import Engine
 
@@ -207,7 +207,7 @@ def test_a_file_without_content_is_begun_in_silence(
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("length", [30, 64, 64 + 100, 64 + 256, 64 + 700, SIZE - 1])
+@pytest.mark.parametrize("length", [30, 64, 64 + 100, 64 + RECORD, 64 + 3 * RECORD - 1, SIZE - 1])
 def test_a_file_cut_short_keeps_what_is_left(
     ledger: Ledger, caplog: pytest.LogCaptureFixture, length: int
 ) -> None:
@@ -217,7 +217,7 @@ def test_a_file_cut_short_keeps_what_is_left(
         with Engine(ledger.path, "b", 10) as b:
             b.ready()
             os.truncate(ledger.path, length)
-            kept = max(length - 64, 0) // 256
+            kept = max(length - 64, 0) // RECORD
             assert [each.name for each in ledger.engines()] == ["a", "b"][:kept]
             assert ledger.total == (100 if length >= 64 else None)
             assert len(caplog.messages) == 1
