@@ -1,5 +1,7 @@
 """The errors a user can meet."""
 
+from collections.abc import Sequence
+
 
 class KvcachedPatchError(Exception):
     """Base of every error this package raises on purpose."""
@@ -27,3 +29,12 @@ class DriverError(KvcachedPatchError):
 
 class LedgerError(KvcachedPatchError):
     """A shared-budget file that cannot be used: what was found, what is expected."""
+
+
+class EngineNotFound(LedgerError):
+    """No live engine has this name: the message lists the names there are."""
+
+    def __init__(self, name: str, live: Sequence[str], problems: Sequence[str] = ()) -> None:
+        """`problems`: of ledgers that could not be read, where it may be."""
+        known = f"expected one of: {', '.join(live)}" if live else "no engine is running"
+        super().__init__("; ".join([f"found no engine {name!r}; {known}", *problems]))

@@ -23,7 +23,7 @@ from pathlib import Path
 from kvcached_patch.core.shares import fair_shares
 from kvcached_patch.core.sizes import format_bytes, parse_bytes
 from kvcached_patch.core.totals import Totals
-from kvcached_patch.errors import LedgerError
+from kvcached_patch.errors import EngineNotFound, LedgerError
 from kvcached_patch.ledger_account import Account, limit_word
 from kvcached_patch.ledger_file import (
     DEAD,
@@ -40,6 +40,7 @@ from kvcached_patch.system import private_directory
 
 __all__ = [
     "Account",
+    "EngineNotFound",
     "EngineRecord",
     "Ledger",
     "LedgerError",
@@ -58,7 +59,7 @@ class EngineRecord:
     """One engine as the ledger knows it; sizes in bytes, 0 once it is dead.
 
     limit: None for none. queries, hits: the prefix cache's counters. age_s: seconds since the last
-    heartbeat, or since it was found dead.
+    heartbeat, or since it was found dead. trimming: it was asked to trim, and has not yet.
     """
 
     name: str
@@ -75,6 +76,7 @@ class EngineRecord:
     age_s: float
     alive: bool
     totals: Totals = field(default_factory=Totals)
+    trimming: bool = False
 
     @property
     def hit_rate(self) -> float | None:
@@ -113,31 +115,33 @@ class Ledger:
 
     def engines(self) -> list[EngineRecord]:
         """The live engines, as well as those found dead whose record nobody has taken yet."""
+        return self.read()[1]
+
+    def read(self) -> tuple[int | None, list[EngineRecord]]:
+        """`total` and `engines`, as they were at one moment."""
         if not os.path.lexists(self.path):
-            return []
+            return None, []
         with _opened(self.path) as file:
             table = _read(file)
             if file.reap(table):
                 table = _read(file)
         states = table.column(Field.STATE)
-        return [_engine(table, slot) for slot in range(SLOTS) if states[slot] in (LIVE, DEAD)]
+        found = [_engine(table, slot) for slot in range(SLOTS) if states[slot] in (LIVE, DEAD)]
+        return table.total or None, found
 
     def set_limit(self, name: str, nbytes: int | None) -> None:
         """Change the most bytes that a live engine may commit; None: no limit.
 
-        Raises LedgerError naming the live engines if none has this name, ValueError for a bad size.
+        Raises EngineNotFound if none has this name, ValueError for a bad size.
         """
-        limit = limit_word(nbytes)
-        live = [engine.name for engine in self.engines() if engine.alive]
-        if live:
-            with _opened(self.path) as file, file as table:
-                for slot in table.live():
-                    if table.text(slot, NAME) == name:
-                        table.changed()
-                        table.put(slot, Field.LIMIT, limit)
-                        return
-        known = f"expected one of: {', '.join(live)}" if live else "no engine is running"
-        raise LedgerError(f"found no engine {name!r}; {known}")
+        self._put(name, Field.LIMIT, limit_word(nbytes))
+
+    def trim(self, name: str) -> None:
+        """Ask a live engine to give back what only its prefix cache keeps, once.
+
+        It is `trimming` until it has. Raises EngineNotFound if none has this name.
+        """
+        self._put(name, Field.TRIM, time.monotonic_ns())
 
     def set_total(self, nbytes: int | None) -> None:
         """Change the bytes that all engines together may commit; None: no budget.
@@ -147,6 +151,23 @@ class Ledger:
         total = limit_word(nbytes)
         with _opened(self.path) as file, file as table:
             table.set_total(total)
+
+    def _put(self, name: str, field: int, value: int) -> None:
+        """Write into a live engine's record, which the engine sees by the generation."""
+        live = [engine.name for engine in self.engines() if engine.alive]
+        if live:
+            with _opened(self.path) as file, file as table:
+                for slot in table.live():
+                    if table.text(slot, NAME) == name:
+                        table.changed()
+                        table.put(slot, field, value)
+                        return
+        raise EngineNotFound(name, live)
+
+    @property
+    def device(self) -> str:
+        """The device's name, as `devices` lists it."""
+        return self.path.name.removesuffix(_SUFFIX)
 
     @property
     def total(self) -> int | None:
@@ -227,4 +248,5 @@ def _engine(table: Table, slot: int) -> EngineRecord:
         age_s=max(time.monotonic_ns() - table.get(slot, Field.SEEN), 0) / 1e9,
         alive=live,
         totals=Totals.of(table.row(slot)[TOTALS]),
+        trimming=live and table.get(slot, Field.TRIM) > 0,
     )

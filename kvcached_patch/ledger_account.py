@@ -182,6 +182,18 @@ class Account:
         caches = [min(table.get(i, Field.CACHED), table.get(i, Field.COMMITTED)) for i in live]
         return divide(total, demands, limits, caches)[live.index(self._slot)]
 
+    @property
+    def asked(self) -> int:
+        """The request to trim, as the last call saw it, for `trimmed`; 0: none. Takes no lock."""
+        return self._row[Field.TRIM]
+
+    def trimmed(self, request: int) -> None:
+        """Say that `request` is met; a later one stays."""
+        with self._open() as table:
+            self._find(table)
+            if self.asked == request:
+                self._put(table, Field.TRIM, 0)
+
     def publish(
         self,
         *,

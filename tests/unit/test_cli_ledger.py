@@ -124,7 +124,7 @@ def test_json_has_every_number(run: Path, capsys: pytest.CaptureFixture[str]) ->
         "name": "a", "pid": os.getpid(), "model": "org/m", "reserved_bytes": GIB,
         "committed_bytes": MIB, "cached_bytes": 1, "wanted_bytes": 3, "limit_bytes": None,
         "free_bytes": 2, "queries": 4, "hits": 1, "hit_rate": 0.25, "alive": True,
-        "totals": asdict(Totals(pages_committed=7)),
+        "totals": asdict(Totals(pages_committed=7)), "trimming": False,
     }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvcached_patch.core.sizes import MOST_BYTES
 from kvcached_patch.core.totals import Totals
-from kvcached_patch.errors import LedgerError
+from kvcached_patch.errors import EngineNotFound, LedgerError
 from kvcached_patch.ledger import Ledger, default_dir, devices, ledger_path
 from kvcached_patch.ledger_file import SLOTS, UNUSED, Field, LedgerFile
 from tests.ledgers import Engine
@@ -197,6 +197,37 @@ def test_an_unknown_name_is_answered_with_the_live_ones(ledger: Ledger) -> None:
         for name in ("b", "c", "x"):
             with pytest.raises(LedgerError, match=f"no engine '{name}'; expected one of: a$"):
                 ledger.set_limit(name, 1)
+
+
+def test_a_request_to_trim_stays_until_it_is_met(ledger: Ledger) -> None:
+    account, other = ledger.join("a"), ledger.join("b")
+    seen = account.generation
+    ledger.trim("a")
+    assert account.generation != seen, "which the engine looks at"
+    assert account.asked == 0
+    account.share()
+    assert account.asked > 0
+    assert [engine.trimming for engine in ledger.engines()] == [True, False]
+    first = account.asked
+    ledger.trim("a")
+    account.trimmed(first)
+    assert [engine.trimming for engine in ledger.engines()] == [True, False], "it was another one"
+    account.trimmed(account.asked)
+    assert not any(engine.trimming for engine in ledger.engines())
+    other.share()
+    assert (account.asked, other.asked) == (0, 0)
+
+
+def test_the_record_of_an_engine_that_left_asks_its_successor_nothing(ledger: Ledger) -> None:
+    account = ledger.join("a")
+    ledger.trim("a")
+    account.close()
+    with pytest.raises(EngineNotFound, match="found no engine 'a'; no engine is running"):
+        ledger.trim("a")
+    accounts = [ledger.join("a") for _ in range(SLOTS)]
+    for each in accounts:
+        each.share()
+    assert not any(each.asked for each in accounts)
 
 
 def test_threads_of_one_engine_take_turns(ledger: Ledger) -> None:

@@ -132,6 +132,9 @@ def everything(ledger: Ledger) -> None:
     ledger.set_total(BUDGET)
     account.want(100)
     account.publish(cached=1, free=2, queries=3, hits=4)
+    ledger.trim("victim")
+    account.share()
+    account.trimmed(account.asked)
     account.release(100)
     account.close()
 
