@@ -37,7 +37,7 @@ _OWNER = struct.Struct("=3Q")
 _BEGIN = _HEAD.pack(MAGIC, VERSION, _HEADER, RECORD, SLOTS)
 _TOTAL, _GENERATION = 3, 4  # words of the header
 
-TOTALS, NAME, MODEL = slice(11, 26), slice(28, 36), slice(36, 48)  # words of a record; 27: free
+TOTALS, NAME, MODEL = slice(11, 26), slice(28, 36), slice(36, 48)  # words of a record
 WORDS = RECORD // 8
 UNUSED, LIVE, DEAD = range(3)  # states; any other is as good as UNUSED
 _WAIT_S = 2.0

@@ -77,18 +77,36 @@ def started(pid: int) -> int | None:
     Field 22 of /proc/PID/stat; the name in field 2 can hold anything, also spaces and brackets.
     Raises LedgerError if the system does not say.
     """
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in (b"Z", b"X", b"x") else int(fields[19])
+
+
+def descends(pid: int, ancestor: int) -> bool:
+    """Whether a process is `ancestor` itself, its child, a child of that, and so on.
+
+    Raises LedgerError if the system does not say.
+    """
+    while pid != ancestor:
+        fields = _stat(pid)
+        if fields is None:  # init's parent is 0
+            return False
+        pid = int(fields[1])
+    return True
+
+
+def _stat(pid: int) -> list[bytes] | None:
+    """The fields of /proc/PID/stat from the third on; None if there is no such process."""
     path = f"/proc/{pid}/stat"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            fields = os.read(fd, 4096).rpartition(b")")[2].split()
+            return os.read(fd, 4096).rpartition(b")")[2].split()
         finally:
             os.close(fd)
     except (FileNotFoundError, ProcessLookupError):
         return None
     except OSError as error:
         raise LedgerError(f"{path}: {error.strerror}; cannot tell whether it runs") from error
-    return None if fields[0] in (b"Z", b"X", b"x") else int(fields[19])
 
 
 def alive(pid: int, start: int) -> bool:

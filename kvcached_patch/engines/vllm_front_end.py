@@ -1,4 +1,4 @@
-"""The seam of vLLM's front end: it says that it is patched."""
+"""The seam of vLLM's front end: it says that it is patched, and shows what its engines hold."""
 
 from __future__ import annotations
 
@@ -16,5 +16,9 @@ def connect(
     wrapped: Callable[..., Any], client: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """``MPClient.__init__``: made once in each front-end process whose EngineCore is another."""
+    # Here, since other processes import MPClient, too, but have no metrics.
+    from kvcached_patch.engines.vllm_metrics import register
+
     logger.info("kvcached-patch %s active: front end, seams applied: %s", __version__, tally())
     wrapped(*args, **kwargs)
+    register()

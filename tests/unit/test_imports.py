@@ -32,6 +32,7 @@ ALLOWED = {
     "seams.sources": "seams packaging",
     "_startup": "config seams ledger core errors wrapt",
     "engines": "pool ledger seams memory core config errors torch vllm",
+    "engines.vllm_metrics": "ledger system seams core config errors prometheus_client vllm",
     "engines.maxtext": "jax seams errors packaging",
     "engines.tpu_inference": "jax flax tpu_inference vllm",
     "jax": "core errors jax",
@@ -104,6 +105,7 @@ def test_the_package_itself_imports_nothing() -> None:
         ("vllm", ("engines.", "memory")),
         ("jax", ("jax", "engines.maxtext", "engines.tpu_inference")),
         ("wrapt", ("_startup", "seams.apply")),
+        ("prometheus_client", ("engines.vllm_metrics",)),
     ],
 )
 def test_each_library_has_its_place(library: str, places: tuple[str, ...]) -> None:
