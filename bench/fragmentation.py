@@ -107,7 +107,7 @@ def drive(slab: int, steps: int, *, caching: bool, elastic: bool) -> Iterator[An
     )
     clock, rng = real.Clock(), random.Random(SEED)
     with patch.object(side, "time", clock):
-        vllm_scheduler.agree(real.geometry(setup) if elastic else None)
+        vllm_scheduler.agree(real.agreement(setup) if elastic else None)
         scheduler = real.make_scheduler(setup)
         coming = arrivals(steps)[::-1]
         for step in range(steps):

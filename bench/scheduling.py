@@ -136,7 +136,7 @@ class Running:
             step_tokens=8192,
             model_tokens=1024,
         )
-        vllm_scheduler.agree(real.geometry(setup) if elastic else None)
+        vllm_scheduler.agree(real.agreement(setup) if elastic else None)
         self.scheduler: Any = real.make_scheduler(setup)
         if not elastic:
             manager = self.scheduler.kv_cache_manager

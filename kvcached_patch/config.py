@@ -33,7 +33,7 @@ class Mode(Enum):
 
 
 _SWITCH = {"": Mode.OFF, "0": Mode.OFF, "off": Mode.OFF, "1": Mode.ON, "on": Mode.ON}
-POOL_KINDS = ("auto", "host", "static")
+POOL_KINDS = ("auto", "host", "cuda", "static")
 SIZE_FORMS = ("a size such as 512MiB or 2GiB",)
 RETAIN_FORMS = ("all", "none", "a size such as 2GiB", "a duration such as 90s or 5min")
 
@@ -43,7 +43,8 @@ class Config:
     """Settings of one process.
 
     mode: the toggle.
-    pool: where KV-cache storage comes from; ``auto`` is ``host`` on a CPU, else ``static``.
+    pool: where KV-cache storage comes from; ``auto`` is ``host`` on a CPU, ``cuda``
+        on NVIDIA GPUs where cuda-bindings is installed, else ``static``.
     retain: how long cached blocks that nobody uses keep their memory.
     limit: bytes this engine may commit. budget: bytes all engines may commit; None: as it is.
     """

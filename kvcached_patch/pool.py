@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 from kvcached_patch.core.extents import Cells
 from kvcached_patch.core.pages import PageCounts, Plan
 from kvcached_patch.errors import KvcachedPatchError
+
+
+class Backing(Protocol):
+    """What a pool needs of `kvcached_patch.memory.Backing`."""
+
+    def supply(self, pages: int) -> int:
+        """Own so many pages, or as many as there are."""
+
+    def keep(self, pages: int) -> None:
+        """Own no more than so many, if that many are unused."""
 
 
 class Range(Protocol):
@@ -16,6 +27,9 @@ class Range(Protocol):
     @property
     def page_bytes(self) -> int:
         """The unit of commit and release."""
+
+    def fence(self) -> None:
+        """Wait for the device's work so far."""
 
     def commit(self, start: int, end: int) -> None:
         """Make whole pages usable."""
@@ -28,8 +42,9 @@ class ElasticPool:
     """The pages of one worker's KV cache, in step with the scheduler's plans.
 
     Invariants: (P1) plans are carried out in order, none left out; (P2) what plan n releases is
-    given back only once step n is done, which is at the latest when plan n + 1 arrives; (P3) what
-    plan n commits is usable before step n starts.
+    given back only once step n is done, which is at the latest when plan n + 1 arrives and the
+    device has done what was launched before; (P3) what plan n commits is usable before step n
+    starts; (P4) a plan that neither commits nor releases waits for nothing and calls nothing.
     """
 
     def __init__(
@@ -39,19 +54,33 @@ class ElasticPool:
         cells: Sequence[Cells],
         num_blocks: int,
         slab_blocks: int,
+        backing: Backing | None = None,
     ) -> None:
-        """Serve the ranges; no slab is committed before the first plan."""
+        """Serve the ranges; no slab is committed before the first plan.
+
+        backing: where their pages come from, if they must be had before they are promised.
+        """
         self._ranges = ranges
+        self._backing = backing
         page_bytes = ranges[0].page_bytes
         self._pages = PageCounts(cells, range_bytes, num_blocks, slab_blocks, page_bytes)
         self._expected = 0
         self._pending: tuple[int, ...] = ()
+        # Whether work on its way may read, if only to mask it, what is not committed: warm-up does,
+        # at blocks it invents, and every step once block tables may name blocks that have left.
+        self._strays = True
+
+    def supply(self, slabs: int) -> int:
+        """Own pages for so many slabs, or for as many as the device has; returns how many."""
+        assert self._backing is not None, "a supply for memory that needs none"
+        return self._backing.supply(slabs * self._pages.price) // self._pages.price
 
     def apply(self, plan: Plan, *, idle: bool) -> None:
         """Carry out a plan before its step.
 
         idle: the step does no work, so that what the plan releases can go at once. The first plan
-        also gives back what warm-up touched. Raises KvcachedPatchError if a plan was lost.
+        also gives back what warm-up touched. Raises KvcachedPatchError if a plan was lost; what the
+        memory raises on the way leaves no slab of the plan committed.
         """
         if plan.sequence != self._expected:
             raise KvcachedPatchError(
@@ -59,16 +88,21 @@ class ElasticPool:
                 "a scheduler output was lost on the way, and with it what it released or committed"
             )
         self._expected += 1
+        leaving = self._pending + plan.release if idle else self._pending
+        if leaving or (plan.commit and self._strays):
+            self._ranges[0].fence()
+            self._strays = bool(leaving) or plan.sequence > 0
         self._release(self._pending)
         self._pending = plan.release
-        for index, start, end in self._pages.commit(plan.commit):
-            self._ranges[index].commit(start, end)
+        self._commit(plan.commit)
         if plan.sequence == 0:
             for index, start, end in self._pages.unneeded():
                 self._ranges[index].release(start, end)
         if idle:
             self._release(self._pending)
             self._pending = ()
+        if self._backing is not None and plan.keep is not None:
+            self._backing.keep(plan.keep * self._pages.price)
 
     def missing(self) -> None:
         """A step with work came without a plan, after plans had begun.
@@ -79,6 +113,15 @@ class ElasticPool:
             raise KvcachedPatchError(
                 f"a step without a memory plan reached the worker; expected plan {self._expected}"
             )
+
+    def _commit(self, slabs: tuple[int, ...]) -> None:
+        runs = self._pages.commit(slabs)
+        with ExitStack() as undo:
+            undo.callback(self._pages.release, slabs)
+            for index, start, end in runs:
+                self._ranges[index].commit(start, end)
+                undo.callback(self._ranges[index].release, start, end)
+            undo.pop_all()
 
     def _release(self, slabs: tuple[int, ...]) -> None:
         for index, start, end in self._pages.release(slabs):

@@ -70,6 +70,9 @@ class SlotMemory:
         self.slots = np.zeros(slots, dtype=np.int64)
         self.committed = np.zeros(-(-slots * SLOT_BYTES // page_bytes), dtype=bool)
 
+    def fence(self) -> None:
+        """Steps are over when they return."""
+
     def commit(self, start: int, end: int) -> None:
         pages = self.committed[start // self.page_bytes : -(-end // self.page_bytes)]
         assert not pages.any(), f"bytes {start}-{end} are committed already"

@@ -29,7 +29,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvcached_patch.engines import elastic as elastic_side
-from kvcached_patch.engines.budget import Geometry
+from kvcached_patch.engines.budget import Geometry, join
+from kvcached_patch.engines.elastic import Agreement
 from kvcached_patch.engines.vllm_scheduler import agree, elastic_of
 from tests.bare import VERSION, model_dir
 from tests.slots import SLOT_BYTES, Setup, Text, Worker
@@ -118,6 +119,12 @@ def geometry(setup: Setup) -> Geometry:
     )
 
 
+def agreement(setup: Setup) -> Agreement:
+    """The same, with the engine's entry in the ledger."""
+    agreed = geometry(setup)
+    return Agreement(agreed, join(agreed))
+
+
 class _Events(NullEventPublisher):
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +144,7 @@ class Engine:
         self, setup: Setup, clock: Clock, *, elastic: bool = True, seed: int | None = None
     ) -> None:
         self.setup, self.clock = setup, clock
-        agree(geometry(setup) if elastic else None)
+        agree(agreement(setup) if elastic else None)
         self.scheduler = make_scheduler(setup)
         self.elastic = elastic_of(self.scheduler)
         assert (self.elastic is not None) is elastic

@@ -18,12 +18,14 @@ class Plan(NamedTuple):
     """What one scheduler step asks of every worker.
 
     sequence: 0, 1, 2, …: a gap is a lost plan. commit: slabs that this step may write. release:
-    slabs that no later step uses; the step itself, and those in flight, may still read them.
+    slabs that no later step uses; the step itself, and those in flight, may still read them. keep:
+    for how many slabs the worker goes on owning pages; None where they need not be had ahead.
     """
 
     sequence: int
     commit: tuple[int, ...] = ()
     release: tuple[int, ...] = ()
+    keep: int | None = None
 
 
 class PageCounts:
@@ -45,11 +47,32 @@ class PageCounts:
         self._ends = tuple(range_bytes)
         self._counts = [bytearray(-(-size // page_bytes)) for size in range_bytes]
         self.committed: set[int] = set()
+        self.needed = 0  # pages
 
     @property
     def slabs(self) -> int:
         """Number of slabs; the last may be shorter."""
         return -(-self._num_blocks // self._slab_blocks)
+
+    @property
+    def price(self) -> int:
+        """Pages that a slab needs at most, whichever it is and whatever else is committed."""
+        return sum(map(self._most_pages, self._cells))
+
+    @property
+    def exact(self) -> bool:
+        """Whether slabs share no page, so that each needs its price, but for a shorter last one."""
+        return all(self._aligned(cell) for cell in self._cells)
+
+    def _aligned(self, cell: Cells) -> bool:
+        return not (cell.base % self._page_bytes or self._span(cell) % self._page_bytes)
+
+    def _span(self, cell: Cells) -> int:
+        return self._slab_blocks * cell.stride
+
+    def _most_pages(self, cell: Cells) -> int:
+        span, size = self._span(cell), self._page_bytes
+        return span // size if self._aligned(cell) else (span + size - 2) // size + 1
 
     def commit(self, slabs: Iterable[int]) -> list[Run]:
         """Count the slabs in; returns the pages that were not needed before.
@@ -106,6 +129,7 @@ class PageCounts:
                     counts[page] += step
                     if counts[page] == becomes:
                         changed.append((index, page, page + 1))
+        self.needed += step * sum(after - first for _, first, after in changed)
         return self._bytes(sorted(changed))
 
     def _pages(self, slab: int) -> Iterator[Run]:

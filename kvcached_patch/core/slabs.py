@@ -71,6 +71,11 @@ class Slabs:
         return self.slabs - len(self._vacant)
 
     @property
+    def fresh(self) -> int:
+        """Number of slabs that were committed since the last plan."""
+        return len(self._commits)
+
+    @property
     def empty(self) -> int:
         """Number of committed slabs without a used or kept block."""
         self._file()
@@ -82,11 +87,16 @@ class Slabs:
         self._file()
         return self._empty[0].since if self._empty else None
 
-    def take_plan(self, linger: float) -> Plan:
-        """What changed since the last plan; lets slabs go that were empty for `linger` seconds."""
+    def take_plan(self, linger: float, batch: float = 0.0) -> Plan:
+        """What changed since the last plan; lets slabs go that were empty for `linger` seconds.
+
+        Once one goes, so do those that were empty for no more than `batch` seconds less.
+        """
         self._file()
         self.now = self._clock()
         empty, before = self._empty, self.now - linger
+        if empty and empty[0].since <= before:
+            before += batch
         releases = []
         while empty and empty[0].since <= before:
             slab = empty.popleft()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from kvcached_patch.core.layers import LayerPlan, alias_sharing, plan_layers
 from kvcached_patch.engines.supply import StorageSupply
 from kvcached_patch.engines.vllm_static import static_because
 from kvcached_patch.errors import ConfigError, LayerPlanError, SeamMismatch
-from kvcached_patch.memory import Memory, reserve
+from kvcached_patch.memory import DEVICE_TYPES, Backing, Memory, reserve
+from kvcached_patch.memory.driver import INSTALL, installed
 from kvcached_patch.pool import ElasticPool
 from kvcached_patch.seams.apply import armed
 
@@ -32,7 +34,9 @@ class Report:
     ranges: separate ranges of memory the pools lie in. reserved_bytes: their total length.
     min_slab_blocks: blocks per slab that cover a page in every pool; 0 if the memory cannot be
     given back in parts. block_bytes: of one block, in all pools together. seams: ids in place in
-    the worker's process.
+    the worker's process. device: what the memory is of, by a name that means the same in every
+    process of the machine `machine`. supplied: pages have to be had before they are promised;
+    then cells, range_bytes and page_bytes say which ones a slab needs.
     """
 
     pid: int
@@ -46,6 +50,12 @@ class Report:
     min_slab_blocks: int
     block_bytes: int
     seams: tuple[str, ...]
+    device: str
+    machine: str
+    supplied: bool
+    cells: tuple[Cells, ...]
+    range_bytes: tuple[int, ...]
+    page_bytes: int
 
 
 class Binding:
@@ -119,8 +129,17 @@ class Binding:
 
     def divide(self, slab_blocks: int) -> None:
         """Become elastic, in slabs of so many blocks."""
-        sizes = [memory.tensor.numel() for memory in self.memories]
-        self.pool = ElasticPool(self.memories, sizes, self.cells, self.num_blocks, slab_blocks)
+        self.pool = ElasticPool(
+            self.memories, self._sizes, self.cells, self.num_blocks, slab_blocks, self._backing
+        )
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(memory.tensor.numel() for memory in self.memories)
+
+    @property
+    def _backing(self) -> Backing | None:
+        return self.memories[0].backing if self.memories else None
 
     @property
     def page_bytes(self) -> int:
@@ -152,25 +171,41 @@ class Binding:
             pools=self.plan.pool_count,
             aliased=len(self.plan.aliases),
             ranges=len(self.memories),
-            reserved_bytes=sum(memory.tensor.numel() for memory in self.memories),
+            reserved_bytes=sum(self._sizes),
             min_slab_blocks=slab_blocks(self.cells, self.page_bytes) if self.cells else 0,
             block_bytes=sum(cell.stride for cell in self.cells),
             seams=tuple(entry.seam.id for entry in armed() if entry.applied),
+            device=self._backing.uuid if self._backing else "host",
+            machine=socket.gethostname(),
+            supplied=self._backing is not None,
+            cells=self.cells,
+            range_bytes=self._sizes,
+            page_bytes=self.page_bytes,
         )
 
 
 def pool_kind(device_type: str) -> str:
     """The kind of memory that this setting gives on devices of this type."""
     kind = config.load().pool
-    if kind == "auto":
-        return "host" if device_type == "cpu" else "static"
-    return kind
+    if kind != "auto":
+        return kind
+    if device_type == "cuda" and torch.version.cuda and installed():
+        return "cuda"
+    return "host" if device_type == "cpu" else "static"
 
 
 def _reserve(nbytes: int, device: torch.device) -> Memory:
     kind = pool_kind(device.type)
-    if kind == "host" and device.type != "cpu":
+    if DEVICE_TYPES.get(kind, device.type) != device.type:
+        fitting = (name for name, served in DEVICE_TYPES.items() if served == device.type)
         raise ConfigError(
-            f"{config.POOL}={kind!r}: the KV cache is on {device}; expected one of: auto, static"
+            f"{config.POOL}={kind!r}: the KV cache is on {device}; "
+            f"expected one of: {', '.join(['auto', *fitting, 'static'])}"
+        )
+    if device.type == "cuda" and torch.version.cuda and not installed():
+        logger.warning(
+            "kvcached-patch: memory once touched stays committed: cuda-bindings is not installed; "
+            "%s",
+            INSTALL,
         )
     return reserve(kind, nbytes, device)

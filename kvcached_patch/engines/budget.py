@@ -23,11 +23,12 @@ SPARE_SLABS = 4
 
 @dataclass(frozen=True)
 class Geometry:
-    """What the workers agreed on.
+    """What the workers on one device agreed on.
 
     block_bytes: of one block, in all their pools together. least_slabs: what one request of the
     greatest length needs. in_flight: batches that may be on their way at once. reserved_bytes: of
-    all their ranges.
+    all their ranges. page_bytes: of all the pages that a slab may need, where pages are counted;
+    else 0. device: whose ledger it is; None if it is on another machine.
     """
 
     slab_blocks: int
@@ -36,11 +37,13 @@ class Geometry:
     in_flight: int = 1
     reserved_bytes: int = 0
     model: str = ""
+    page_bytes: int = 0
+    device: str | None = "host"
 
     @property
     def slab_bytes(self) -> int:
         """Of one slab, in all pools together."""
-        return self.slab_blocks * self.block_bytes
+        return self.page_bytes or self.slab_blocks * self.block_bytes
 
 
 class Budget:
@@ -55,6 +58,7 @@ class Budget:
         """`account` is None if there is no ledger to be had."""
         self._account = account
         self._slab_bytes = geometry.slab_bytes
+        self._block_bytes = geometry.block_bytes
         self._least = geometry.least_slabs
         self._generation = -2
         self.fair: int | None = None  # slabs, as the ledger had it when `share` last asked
@@ -71,7 +75,7 @@ class Budget:
     def share(self, *, cached: int = 0) -> int | None:
         """Slabs that may be in use now; None if nothing bounds them.
 
-        cached: bytes that only this engine's prefix cache keeps.
+        cached: blocks that only this engine's prefix cache keeps.
 
         Never fewer than one request of the greatest length needs, which else would wait for ever;
         `fair` is the share without that.
@@ -80,7 +84,7 @@ class Budget:
         if generation != self._generation:
             self._generation = generation
             share = self._ask(lambda account: account.share(), None)
-            self._ask(lambda account: account.publish(cached=cached), None)
+            self._ask(lambda account: account.publish(cached=cached * self._block_bytes), None)
             keep = self._ask(lambda account: account.keep(), None)
             self.fair = None if share is None else share // self._slab_bytes
             self.keep = None if keep is None else keep // self._slab_bytes
@@ -123,9 +127,15 @@ class Budget:
             self._wanted = slabs
 
     def publish(self, *, cached: int, free: int, queries: int, hits: int) -> None:
-        """Publish statistics, in bytes and in tokens of the prefix cache, with a heartbeat."""
+        """Publish statistics, with a heartbeat.
+
+        cached, free: blocks. queries, hits: tokens of the prefix cache.
+        """
+        size = self._block_bytes
         self._ask(
-            lambda account: account.publish(cached=cached, free=free, queries=queries, hits=hits),
+            lambda account: account.publish(
+                cached=cached * size, free=free * size, queries=queries, hits=hits
+            ),
             None,
         )
 
@@ -154,19 +164,24 @@ def _want(nbytes: int, account: Account) -> bool:
 
 
 def join(geometry: Geometry) -> Budget:
-    """Enter this engine in the ledger of host memory, by the last part of its model's name.
+    """Enter this engine in the ledger of its device, by the last part of its model's name.
+
+    A device of another machine has no ledger here; nothing is bounded there.
 
     Raises LedgerError if the ledger cannot be used though a limit or a budget was asked for,
     ConfigError if the memory allowed cannot hold one request of the greatest length: such a
     request would wait for ever.
     """
+    if geometry.device is None:
+        logger.warning("kvcached-patch: running without the shared ledger on other machines")
+        return Budget(None, geometry)
     settings = config.load()
     asked = settings.limit is not None or settings.budget is not None
     least = geometry.least_slabs * geometry.slab_bytes
     _check(f"{config.LIMIT}={config.raw(config.LIMIT)!r}", settings.limit, least)
     _check(f"{config.BUDGET}={config.raw(config.BUDGET)!r}", settings.budget, least)
     try:
-        ledger = Ledger(ledger_path(config.ledger_dir(), "host"))
+        ledger = Ledger(ledger_path(config.ledger_dir(), geometry.device))
         if settings.budget is not None:
             _set_budget(ledger, settings.budget)
         total = ledger.total

@@ -3,55 +3,61 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from kvcached_patch import config
+from kvcached_patch.core.footprint import Footprint
 from kvcached_patch.core.free_list import page_aware
 from kvcached_patch.core.pages import Plan
 from kvcached_patch.engines.budget import SPARE_SLABS, Budget, Geometry
+from kvcached_patch.engines.budgets import Budgets
+from kvcached_patch.engines.hit_count import HitCount
+from kvcached_patch.engines.page_supply import PageSupply
+from kvcached_patch.errors import PoolExhausted
 
 # An empty slab stays committed this long, so that the next request finds its pages touched.
 LINGER_SECONDS = 0.2
+# Longer where workers wait for their device before they exchange pages, and then many at once.
+FENCED_LINGER_SECONDS = 1.0
+FENCED_BATCH_SECONDS = 0.5
 PUBLISH_SECONDS = 0.5
 
 
-class HitCount:
-    """vLLM's own prefix-cache counters, which it starts anew after each step, added up.
+@dataclass(frozen=True)
+class Agreement:
+    """What the workers of one engine agreed on.
 
-    queries, hits: tokens; 0 while vLLM keeps no statistics.
+    footprint: None where slabs share no pages. supply: None where pages need not be had ahead.
     """
 
-    def __init__(self) -> None:
-        self.queries = self.hits = 0
-        self._stats: Any = None
-        self._seen = (0, 0)
-
-    def note(self, stats: Any) -> None:
-        """Count what was added to `stats`, a ``PrefixCacheStats`` or None, since the last look."""
-        if stats is None:
-            return
-        before = self._seen if stats is self._stats else (0, 0)
-        self._stats, self._seen = stats, (stats.queries, stats.hits)
-        self.queries += stats.queries - before[0]
-        self.hits += stats.hits - before[1]
+    geometry: Geometry
+    budget: Budget | Budgets
+    footprint: Footprint | None = None
+    supply: PageSupply | None = None
 
 
 class Elastic:
     """One block pool's page-aware queue, with what decides how much of it may be committed."""
 
-    def __init__(self, manager: Any, geometry: Geometry, budget: Budget) -> None:
+    def __init__(self, manager: Any, agreement: Agreement) -> None:
         """Put our queue in the place of the pool's; everything else of the pool stays vLLM's.
 
-        manager: vLLM's KVCacheManager.
+        manager: vLLM's KVCacheManager. Raises PoolExhausted if there are no pages to begin with.
         """
+        geometry, supply = agreement.geometry, agreement.supply
         self._manager = manager
         self._allocate: Callable[..., Any] | None = None
         self._bounded: Callable[..., Any] | None = None
         self._pool = block_pool = manager.block_pool
         self._retain = config.load().retain
         self._block_bytes = geometry.block_bytes
+        self._footprint = agreement.footprint or Footprint(geometry.in_flight)
+        self._supply = supply
+        fenced = supply is not None
+        self._linger = FENCED_LINGER_SECONDS if fenced else LINGER_SECONDS
+        self._batch = FENCED_BATCH_SECONDS if fenced else 0.0
         self._cache = block_pool.cached_block_hash_to_block
         # From 0.24: the further hashes of blocks. From 0.30: free blocks that are still read.
         self._hashes = getattr(block_pool, "cached_block_hashes_by_block", {})
@@ -63,15 +69,17 @@ class Elastic:
             self._kept_of,
             time.monotonic,
         )
-        self.budget = budget
+        self.budget = agreement.budget
         self._lacking = 0  # slabs, while requests wait
-        # Slabs that plans released which some worker may not have carried out yet, oldest first:
-        # a plan's releases are in force when the next one is applied (P2).
-        self._freed = deque([0] * geometry.in_flight)
         self._missed = False
         self._published = 0.0
         self._hits = HitCount()
         self._ask_share()
+        if supply is not None and supply.grow(self._backed, 0.0) < self._backed:
+            raise PoolExhausted(
+                f"the device has pages for {supply.slabs} slabs of {geometry.slab_bytes} bytes; "
+                f"expected at least {self._backed} to begin with"
+            )
         self._settle(spare=0)
 
     def begin(self) -> None:
@@ -82,7 +90,7 @@ class Elastic:
         self._notice_reset()
         if self.budget.changed:
             self._ask_share()
-            self._settle(spare=SPARE_SLABS)
+            self._settle(spare=self._spare)
             self._direct()
         self.queue.withhold()
 
@@ -109,29 +117,30 @@ class Elastic:
         over = keep is not None and (yields or self._backed > keep)
         if over:
             self._shed(0 if yields else keep or 0)
-        plan = self.queue.take_plan(0.0 if over else LINGER_SECONDS)
-        self._freed.append(len(plan.release))
-        self._freed.popleft()
+        plan = self.queue.take_plan(0.0 if over else self._linger, self._batch)
+        self._footprint.follow(plan)
         self._lacking = self._lack(waiting) if self._missed else 0
         self.budget.want(self._lacking)
-        self._settle(spare=0 if quiet or self._missed else SPARE_SLABS)
+        self._settle(spare=0 if quiet or self._missed else self._spare)
         self._missed = False
-        return plan
+        return plan if self._supply is None else self._supply.stamp(plan)
 
     def applied(self) -> None:
         """All releases are in force: their bytes are others' to take."""
-        self._freed = deque([0] * len(self._freed))
+        self._footprint.settle()
+        if self._supply is not None:
+            self._supply.applied()
         self._settle(spare=0)
         self.publish()
 
     def due(self) -> float | None:
         """When a plan would next change something without a step, by time.monotonic()."""
         reset = self._pool.cached_block_hash_to_block is not self._cache
-        if any(self._freed) or reset or self.budget.held > self._backed:
+        if self._footprint.leaving or reset or self.budget.held > self._backed:
             return self.queue.now
         times = []
         if (empty_since := self.queue.empty_since) is not None:
-            times.append(empty_since + LINGER_SECONDS)
+            times.append(empty_since + self._linger)
         evictable = (b.block_id for b in self.queue.kept() if b.block_id not in self._watched)
         oldest = next((self.queue.freed_at[block_id] for block_id in evictable), None)
         if self._retain.seconds is not None and oldest is not None:
@@ -154,26 +163,28 @@ class Elastic:
         """Tell the ledger how it stands, not more often than people look."""
         if self.queue.now - self._published >= PUBLISH_SECONDS:
             self._published = self.queue.now
-            self._settle_ledger(spare=SPARE_SLABS)
+            self._settle_ledger(spare=self._spare)
             self.budget.publish(
-                cached=self._cached_bytes,
-                free=self.queue.num_free_blocks * self._block_bytes,
+                cached=self.queue.kept_count,
+                free=self.queue.num_free_blocks,
                 queries=self._hits.queries,
                 hits=self._hits.hits,
             )
 
     @property
     def _backed(self) -> int:
-        """Slabs whose pages are there: committed, or released by a plan not yet in force."""
-        return self.queue.committed + sum(self._freed)
+        """Slabs whose pages are there, or will be with the next plan."""
+        return self._footprint.slabs + self.queue.fresh
 
     @property
-    def _cached_bytes(self) -> int:
-        """Of blocks that only the prefix cache keeps."""
-        return self.queue.kept_count * self._block_bytes
+    def _spare(self) -> int:
+        """Slabs reserved ahead; of a supply, whose every asking costs a round to the workers, more
+        the more there are.
+        """
+        return SPARE_SLABS if self._supply is None else max(SPARE_SLABS, self.queue.committed // 8)
 
     def _ask_share(self) -> int | None:
-        return self.budget.share(cached=self._cached_bytes)
+        return self.budget.share(cached=self.queue.kept_count)
 
     def _direct(self) -> None:
         """Let the scheduler's calls, one for each request in each step, come the shortest way."""
@@ -190,7 +201,7 @@ class Elastic:
             self.queue.num_free_blocks -= owed
             slots = self._allocate(*args, **kwargs)
             self.queue.num_free_blocks += owed
-        more = SPARE_SLABS
+        more = self._spare
         while slots is None and self._grow(more):
             slots = self._allocate(*args, **kwargs)
             more *= 2
@@ -211,12 +222,23 @@ class Elastic:
                 if not self._may_hold(self._backed + room + count):
                     continue
             if not self.budget.must_yield and self.budget.reserve(count):
-                self.queue.restore()
-                self.queue.room = room + count
-                self.queue.withhold()
-                return True
+                more = self._supplied(room, count)
+                if more < count:
+                    self.budget.release(count - more)
+                if more:
+                    self.queue.restore()
+                    self.queue.room = room + more
+                    self.queue.withhold()
+                    return True
         self._missed = True
         return False
+
+    def _supplied(self, room: int, count: int) -> int:
+        """For how many of `count` slabs beyond the room there are pages."""
+        if self._supply is None:
+            return count
+        had = self._backed + room
+        return max(self._supply.grow(had + count, time.monotonic()) - had, 0)
 
     def _may_hold(self, slabs: int) -> bool:
         share = self._ask_share()
@@ -239,22 +261,33 @@ class Elastic:
         spare: slabs reserved ahead that may stay so.
         """
         share = self.budget.bound
-        # With neither a limit nor a budget the ledger need not be told of each slab at once.
-        if share is not None or not spare:
-            backed = self._settle_ledger(spare)
         was_bounded = self.queue.room is not None
-        self.queue.room = None if share is None else min(self.budget.held, share) - backed
-        if was_bounded is not (share is not None):
+        bounded = share is not None or self._supply is not None
+        # With nothing to bound it the ledger need not be told of each slab at once.
+        if bounded or not spare:
+            backed = self._settle_ledger(spare)
+        self.queue.room = None
+        if bounded:
+            most = self.budget.held if self._supply is None else self._supply.slabs
+            self.queue.room = (most if share is None else min(most, share)) - backed
+        if was_bounded is not bounded:
             self._direct()
 
     def _settle_ledger(self, spare: int) -> int:
-        """Hold in the ledger what is backed, which is returned."""
+        """Hold in the ledger what is backed, which is returned, and what may be in a while."""
         share, backed = self.budget.bound, self._backed
+        if share is not None:
+            spare = min(spare, max(share - backed, 0))
+        elif self._supply is None:
+            spare = 0
+        most = backed + spare
+        if self._supply is not None:
+            self._supply.settle(backed, most)
+            most = max(most, self._supply.owned)
         if backed > self.budget.held:
             self.budget.hold(backed - self.budget.held)
-        keep = 0 if share is None else min(spare, max(share - backed, 0))
-        if self.budget.held - backed > keep:
-            self.budget.release(self.budget.held - backed - keep)
+        elif self.budget.held > most:
+            self.budget.release(self.budget.held - most)
         return backed
 
     def _shed(self, share: int) -> None:

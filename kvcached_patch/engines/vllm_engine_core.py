@@ -5,17 +5,25 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import socket
 from collections.abc import Callable
 from typing import Any
 
 from kvcached_patch import __version__, config
+from kvcached_patch.core.extents import Cells
+from kvcached_patch.core.footprint import Footprint
 from kvcached_patch.core.layers import plan_layers
+from kvcached_patch.core.pages import PageCounts
 from kvcached_patch.engines.arguments import named
 from kvcached_patch.engines.binding import pool_kind
-from kvcached_patch.engines.budget import Geometry, join
+from kvcached_patch.engines.budget import Geometry
+from kvcached_patch.engines.budgets import join_all
+from kvcached_patch.engines.elastic import Agreement
+from kvcached_patch.engines.page_supply import PageSupply
 from kvcached_patch.engines.vllm_scheduler import agree
 from kvcached_patch.engines.vllm_static import Reason, static_because
 from kvcached_patch.engines.vllm_worker import divide, report
+from kvcached_patch.engines.vllm_worker import supply as supply_worker
 from kvcached_patch.errors import ConfigError, SeamMismatch
 from kvcached_patch.seams.apply import tally
 
@@ -110,17 +118,46 @@ def _divide(executor: Any, kv_cache_config: Any, reports: list[dict[str, Any]]) 
         return
     slab_blocks = max(LEAST_SLAB_BLOCKS, *(found["min_slab_blocks"] for found in reports))
     blocks = _blocks_of_longest(executor.vllm_config, kv_cache_config)
-    geometry = Geometry(
-        slab_blocks=slab_blocks,
-        block_bytes=sum(found["block_bytes"] for found in reports),
-        least_slabs=1 + -(-blocks // slab_blocks),
-        # vLLM keeps a batch for each pipeline stage in flight, and one more when asynchronous.
-        in_flight=executor.parallel_config.pipeline_parallel_size + 1,
-        reserved_bytes=sum(found["reserved_bytes"] for found in reports),
-        model=str(executor.model_config.model),
-    )
+    pages = [_page_counts(found, kv_cache_config.num_blocks, slab_blocks) for found in reports]
+    # vLLM keeps a batch for each pipeline stage in flight, and one more when asynchronous.
+    in_flight = executor.parallel_config.pipeline_parallel_size + 1
+    by_device: dict[tuple[bool, str], list[int]] = {}
+    for rank, found in enumerate(reports):
+        here = found["machine"] == socket.gethostname()
+        by_device.setdefault((here, found["device"]), []).append(rank)
+    geometries = [
+        Geometry(
+            slab_blocks=slab_blocks,
+            block_bytes=sum(reports[rank]["block_bytes"] for rank in ranks),
+            least_slabs=1 + -(-blocks // slab_blocks),
+            in_flight=in_flight,
+            reserved_bytes=sum(reports[rank]["reserved_bytes"] for rank in ranks),
+            model=str(executor.model_config.model),
+            page_bytes=sum(
+                pages[rank].price * reports[rank]["page_bytes"]
+                for rank in ranks
+                if reports[rank]["supplied"]
+            ),
+            device=device if here else None,
+        )
+        for (here, device), ranks in by_device.items()
+    ]
     executor.collective_rpc(divide, args=(slab_blocks,))
-    agree(geometry, join(geometry))
+    supply = footprint = None
+    if any(found["supplied"] for found in reports):
+
+        def ask(slabs: int) -> int:
+            return min(executor.collective_rpc(supply_worker, args=(slabs,)))
+
+        supply = PageSupply(ask, in_flight)
+        footprint = Footprint(in_flight, [each for each in pages if not each.exact])
+    agree(Agreement(geometries[0], join_all(geometries), footprint, supply))
+
+
+def _page_counts(found: dict[str, Any], num_blocks: int, slab_blocks: int) -> PageCounts:
+    """What a worker will count; see its `Report`."""
+    cells = [Cells(**cell) for cell in found["cells"]]
+    return PageCounts(cells, found["range_bytes"], num_blocks, slab_blocks, found["page_bytes"])
 
 
 def _rigid(executor: Any, reports: list[dict[str, Any]]) -> str | None:

@@ -7,22 +7,18 @@ from typing import Any
 from weakref import finalize
 
 from kvcached_patch.core.pages import PLAN
-from kvcached_patch.engines.budget import Budget, Geometry, join
-from kvcached_patch.engines.elastic import Elastic
+from kvcached_patch.engines.elastic import Agreement, Elastic
 
-_agreed: tuple[Geometry, Budget] | None = None
+_agreed: Agreement | None = None
 # The attribute of vLLM's KVCacheManager that holds its elastic side: each refers to the other, so
 # that a table here, even of weak keys, would keep both alive, and the engine in the ledger.
 ELASTIC = "kvcached_patch_elastic"
 
 
-def agree(geometry: Geometry | None, budget: Budget | None = None) -> None:
-    """Set the geometry for the scheduler that this process makes next; None: not elastic.
-
-    budget: entered in the ledger here if it is not given.
-    """
+def agree(agreement: Agreement | None) -> None:
+    """Set what the scheduler that this process makes next is given; None: it is not elastic."""
     global _agreed
-    _agreed = (geometry, budget or join(geometry)) if geometry else None
+    _agreed = agreement
 
 
 def elastic_of(scheduler: Any) -> Elastic | None:
@@ -38,9 +34,8 @@ def manage(
     wrapped(*args, **kwargs)
     agreed, _agreed = _agreed, None
     if agreed is not None:
-        geometry, budget = agreed
-        setattr(manager, ELASTIC, Elastic(manager, geometry, budget))
-        finalize(manager, budget.close)
+        finalize(manager, agreed.budget.close)
+        setattr(manager, ELASTIC, Elastic(manager, agreed))
 
 
 def allocate_slots(

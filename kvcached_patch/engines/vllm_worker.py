@@ -15,6 +15,7 @@ from kvcached_patch.core.pages import PLAN, Plan
 from kvcached_patch.engines.arguments import named
 from kvcached_patch.engines.binding import Binding, Report
 from kvcached_patch.errors import SeamMismatch
+from kvcached_patch.pool import ElasticPool
 from kvcached_patch.seams.apply import armed, tally
 
 logger = logging.getLogger("vllm.kvcached_patch")
@@ -182,11 +183,20 @@ def divide(worker: Any, slab_blocks: int) -> None:
     _bound(worker).divide(slab_blocks)
 
 
+def supply(worker: Any, slabs: int) -> int:
+    """Own pages for so many slabs, or for as many as the device has; returns how many."""
+    return _pool_of(worker).supply(slabs)
+
+
 def apply_idle_plan(worker: Any, plan: Plan) -> None:
     """Carry out a plan that no step goes with: the engine is quiet."""
+    _pool_of(worker).apply(plan, idle=True)
+
+
+def _pool_of(worker: Any) -> ElasticPool:
     pool = _bound(worker).pool
     assert pool is not None, "a plan for memory that is not elastic"
-    pool.apply(plan, idle=True)
+    return pool
 
 
 def _binding_of(worker: Any) -> Binding | None:

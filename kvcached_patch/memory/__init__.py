@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from kvcached_patch.memory.host import HostMemory
-from kvcached_patch.memory.static import StaticMemory
+
+class Backing(Protocol):
+    """The pages of one device in this process, where they must be had before they are promised.
+
+    uuid: of the device.
+    """
+
+    @property
+    def uuid(self) -> str:
+        """Which device it is, the same in every process."""
+
+    def supply(self, pages: int) -> int:
+        """Own so many pages, or as many as there are; returns how many these are."""
+
+    def keep(self, pages: int) -> None:
+        """Give unused pages back to the device until no more than so many are owned."""
 
 
 class Memory(Protocol):
@@ -15,10 +30,12 @@ class Memory(Protocol):
 
     kind: the name users select it by.
     tensor: the whole range, ``[nbytes]`` int8, reading as zeros until written.
+    backing: None where committing needs no supply: the first touch does it, or all is committed.
     """
 
     kind: str
     tensor: torch.Tensor
+    backing: Backing | None
 
     def resident_bytes(self) -> int:
         """Bytes of the range that physical memory backs right now."""
@@ -26,6 +43,9 @@ class Memory(Protocol):
     @property
     def page_bytes(self) -> int:
         """The unit in which memory can be committed and released; 0 if it cannot."""
+
+    def fence(self) -> None:
+        """Wait for the device's work so far: before pages that were in use are exchanged."""
 
     def commit(self, start: int, end: int) -> None:
         """Make the bytes of ``[start, end)``, whole pages, usable; they read as zeros."""
@@ -37,13 +57,25 @@ class Memory(Protocol):
         """Give the range back; an error while anything still views it."""
 
 
+# The type of device that memory of a kind serves; static memory serves all.
+DEVICE_TYPES = {"host": "cpu", "cuda": "cuda"}
+
+
 def reserve(kind: str, nbytes: int, device: torch.device) -> Memory:
     """Reserve exactly `nbytes` bytes on `device` from memory of this kind.
 
     Raises ValueError for an unknown kind, DriverError if the memory cannot be had.
     """
-    if kind == HostMemory.kind:
+    if kind == "host":
+        from kvcached_patch.memory.host import HostMemory
+
         return HostMemory(nbytes, device)
-    if kind == StaticMemory.kind:
+    if kind == "cuda":
+        from kvcached_patch.memory.cuda import CudaMemory
+
+        return CudaMemory(nbytes, device)
+    if kind == "static":
+        from kvcached_patch.memory.static import StaticMemory
+
         return StaticMemory(nbytes, device)
-    raise ValueError(f"memory kind {kind!r}: expected host or static")
+    raise ValueError(f"memory kind {kind!r}: expected cuda, host or static")

@@ -19,6 +19,7 @@ class HostMemory:
     """An anonymous private mapping; untouched pages read as zeros and cost nothing (mmap(2))."""
 
     kind = "host"
+    backing = None
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         """Reserve `nbytes` bytes (> 0).
@@ -47,6 +48,9 @@ class HostMemory:
     def page_bytes(self) -> int:
         """The unit in which memory is committed and released."""
         return mmap.PAGESIZE
+
+    def fence(self) -> None:
+        """Nothing to do: a worker's steps on the CPU are over when they return."""
 
     def commit(self, start: int, end: int) -> None:
         """Nothing to do: the first touch of a page commits it, as zeros."""

@@ -11,6 +11,7 @@ class StaticMemory:
     """One ordinary tensor: for devices whose memory cannot be committed page by page."""
 
     kind = "static"
+    backing = None
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         """Allocate `nbytes` zeroed bytes; raises DriverError if the allocator refuses."""
@@ -27,6 +28,9 @@ class StaticMemory:
     def page_bytes(self) -> int:
         """No part of it can be given back."""
         return 0
+
+    def fence(self) -> None:
+        """Nothing to do: no page is ever exchanged."""
 
     def commit(self, start: int, end: int) -> None:
         """Nothing to do: all of it is committed."""

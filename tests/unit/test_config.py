@@ -42,7 +42,7 @@ BAD = {
     ),
     LIMIT: (SIZE_FORMS, ["0", "0B", "1GB", "-1", "none", "60s", "2 GiB 1", "1e9"]),
     BUDGET: (SIZE_FORMS, ["0", "0KiB", "1GB", "-1", "all", "60s", "GiB"]),
-    POOL: (POOL_KINDS, ["1", "on", "hosts", "host,static", "ho st", "cuda", "ÄUTO", "'host'"]),
+    POOL: (POOL_KINDS, ["1", "on", "hosts", "host,static", "ho st", "gpu", "ÄUTO", "'host'"]),
 }
 
 

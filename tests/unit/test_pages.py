@@ -79,6 +79,10 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, int]] = []
+        self.fences = 0
+
+    def fence(self) -> None:
+        self.fences += 1
 
     def commit(self, start: int, end: int) -> None:
         self.calls.append(("commit", start, end))

@@ -1,0 +1,62 @@
+"""How much memory the workers hold after the plans so far, as the scheduler can tell."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from kvcached_patch.core.pages import PageCounts, Plan
+
+
+class Footprint:
+    """Slabs whose pages are there: committed by a plan, or released by one not yet in force.
+
+    Where slabs share pages at their borders, fewer pages are there than slabs would need alone:
+    then the pages are counted as each worker counts them, and given as so many slabs at their
+    price, the most pages that a slab may need.
+    """
+
+    def __init__(self, in_flight: int, workers: Sequence[PageCounts] = ()) -> None:
+        """Start with nothing committed.
+
+        in_flight: plans that some worker may not have carried out yet; what one releases is in
+        force when the next is applied (`ElasticPool`, P2). workers: those whose slabs share pages.
+        """
+        self._workers = tuple(workers)
+        self._committed: set[int] = set()
+        self._leaving: deque[tuple[int, ...]] = deque([()] * in_flight)
+
+    @property
+    def slabs(self) -> int:
+        """As much as so many slabs' price, rounded up."""
+        if self._workers:
+            return max(-(-pages.needed // pages.price) for pages in self._workers)
+        return len(self._committed)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether plans whose releases may not be in force yet released anything."""
+        return any(self._leaving)
+
+    def follow(self, plan: Plan) -> None:
+        """Take note of a plan that is on its way to the workers."""
+        self._leaving = deque(
+            tuple(slab for slab in slabs if slab not in plan.commit) for slabs in self._leaving
+        )
+        new = tuple(slab for slab in plan.commit if slab not in self._committed)
+        self._committed.update(new)
+        for pages in self._workers:
+            pages.commit(new)
+        self._leaving.append(plan.release)
+        self._leave(self._leaving.popleft())
+
+    def settle(self) -> None:
+        """Every worker has carried out every plan, with what it releases."""
+        for _ in range(len(self._leaving)):
+            self._leave(self._leaving.popleft())
+            self._leaving.append(())
+
+    def _leave(self, slabs: tuple[int, ...]) -> None:
+        self._committed.difference_update(slabs)
+        for pages in self._workers:
+            pages.release(slabs)
