@@ -23,6 +23,23 @@ assert account.reserve(int(arguments[1]))
 print("ready", flush=True)
 sys.stdin.read()
 """
+# Joins with some bytes and keeps so many of them when it is asked to trim.
+TRIM = """
+import time
+account = ledger.join(arguments[0])
+assert account.reserve(int(arguments[1]))
+seen = account.generation
+print("ready", flush=True)
+while not account.asked:
+    while account.generation == seen:
+        time.sleep(0.001)
+    seen = account.generation
+    account.share()
+account.release(account.committed - int(arguments[2]))
+account.trimmed(account.asked)
+print("trimmed", flush=True)
+sys.stdin.read()
+"""
 
 
 class Engine:

@@ -6,25 +6,41 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvcached_patch.cli_ledger import HEADINGS, Device, limit, plain, read, redraw, rows, top
+from kvcached_patch.api import Engine, Usage
+from kvcached_patch.cli_ledger import (
+    HEADINGS,
+    Report,
+    budget,
+    limit,
+    plain,
+    read,
+    redraw,
+    top,
+    trim,
+)
 from kvcached_patch.core.totals import Totals
-from kvcached_patch.ledger import EngineRecord, Ledger, ledger_path
+from kvcached_patch.ledger import Ledger, ledger_path
+from tests import ledgers
 from tests.fresh import environment
 from tests.lanes import ROOT
-from tests.ledgers import Engine
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
-A = EngineRecord(
-    name="a", pid=12, model="/models/org/gemma-3n/", reserved=8 * GIB, committed=3 * GIB // 2,
-    cached=512 * MIB, wanted=0, limit=2 * GIB, free=0, queries=3, hits=2, age_s=0.5, alive=True,
+A = Engine(
+    device="host", name="a", pid=12, model="/models/org/gemma-3n/", alive=True, age_s=0.5,
+    reserved_bytes=8 * GIB, committed_bytes=3 * GIB // 2, cached_bytes=512 * MIB, wanted_bytes=0,
+    free_bytes=0, limit_bytes=2 * GIB, queries=3, hits=2, pages_committed=0, pages_released=0,
+    misses=0, trimming=False,
 )  # fmt: skip
-DEAD = EngineRecord("b[red]", 1234, "", 0, 0, 0, 0, GIB, 0, 9, 9, 3.0, False)
-ROW = ["host", "a", "12", "gemma-3n", "8GiB", "1.5GiB", "512MiB", "2GiB", "0B", "66.7%"]
+DEAD = replace(
+    A, name="b[red]", pid=1234, model="", alive=False, reserved_bytes=0, committed_bytes=0,
+    cached_bytes=0,
+)  # fmt: skip
+HEADS = "DEVICE  NAME            PID  MODEL     RESERVED  COMMITTED  CACHED  LIMIT  FREE  HIT RATE"
 
 
 @pytest.fixture
@@ -44,46 +60,74 @@ def outcome(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
 # top
 
 
+def shown(*engines: Engine) -> list[list[str]]:
+    """The table's rows below its headings, by cell."""
+    table = plain([Report(Usage("host", None, engines))]).splitlines()
+    return [row.split() for row in table[1 : 1 + len(engines)]]
+
+
 def test_a_row_has_what_an_engine_is_known_by() -> None:
-    assert rows([Device("host", None, (A,))]) == [ROW]
-    assert len(HEADINGS) == len(ROW)
+    row = ["host", "a", "12", "gemma-3n", "8GiB", "1.5GiB", "512MiB", "2GiB", "0B", "66.7%"]
+    assert shown(A) == [row]
+    assert len(HEADINGS) == len(row)
+
+
+def test_before_the_first_query_there_is_no_hit_rate() -> None:
+    assert shown(replace(A, queries=0, hits=0))[0][-1] == "-"
 
 
 def test_a_dead_engine_is_shown_as_dead_without_bytes() -> None:
-    assert rows([Device("host", None, (DEAD,))]) == [
-        ["host", "b[red] (dead)", "1234", "-", "-", "-", "-", "-", "-", "-"]
-    ]
+    assert shown(DEAD) == [["host", "b[red]", "(dead)", "1234", *"-------"]]
 
 
 def test_a_long_model_name_is_shortened() -> None:
-    long = EngineRecord("a", 1, "org/" + "m" * 40, 0, 0, 0, 0, None, 0, 0, 0, 0.0, True)
-    assert rows([Device("host", None, (long,))])[0][3:] == [
-        "m" * 31 + "…", "0B", "0B", "0B", "-", "0B", "-",
-    ]  # fmt: skip
+    assert shown(replace(A, model="org/" + "m" * 40))[0][3] == "m" * 31 + "…"
+
+
+FOUND = [
+    Report(Usage("host", 8 * GIB, (A, DEAD))),
+    Report(Usage("cuda_0", 4 * GIB, ())),
+    Report(Usage("cuda_1", None, ())),
+    Report(Usage("x", None, ()), "ledger /x: broken"),
+]
+SUMMARY = [
+    "host: 1.5GiB committed, budget 8GiB",
+    "cuda_0: 0B committed, budget 4GiB",
+    "x: ledger /x: broken",
+]
 
 
 def test_the_table_is_aligned_and_ends_with_a_line_per_device() -> None:
-    found = [
-        Device("host", 8 * GIB, (A, DEAD)),
-        Device("cuda_0", 4 * GIB),
-        Device("cuda_1"),
-        Device("x", problem="ledger /x: broken"),
-    ]
-    assert plain(found).splitlines() == [
-        "DEVICE  NAME            PID  MODEL     RESERVED  COMMITTED  CACHED  LIMIT  FREE  HIT RATE",
+    assert plain(FOUND).splitlines() == [
+        HEADS,
         "host    a                12  gemma-3n      8GiB     1.5GiB  512MiB   2GiB    0B     66.7%",
         "host    b[red] (dead)  1234  -                -          -       -      -     -         -",
-        "host: 1.5GiB committed, budget 8GiB",
-        "cuda_0: 0B committed, budget 4GiB",
-        "x: ledger /x: broken",
+        *SUMMARY,
     ]
+    assert plain(FOUND, len(HEADS)) == plain(FOUND)
+
+
+def test_a_narrow_terminal_gets_a_paragraph_for_each_engine() -> None:
+    assert plain(FOUND, 80).splitlines() == [
+        "device host, name a, pid 12, model gemma-3n, reserved 8GiB, committed 1.5GiB,",
+        "  cached 512MiB, limit 2GiB, free 0B, hit rate 66.7%",
+        "device host, name b[red] (dead), pid 1234, model -, reserved -, committed -,",
+        "  cached -, limit -, free -, hit rate -",
+        *SUMMARY,
+    ]
+
+
+def test_what_is_to_be_copied_is_never_broken() -> None:
+    name = "n" * 64
+    lines = plain([Report(Usage("host", None, (replace(A, name=name),)))], 40).splitlines()
+    assert [line for line in lines if len(line) > 40] == [f"  {name},"]
 
 
 def test_nobody_runs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert top(run, once=True, as_json=False) == 0
     assert outcome(capsys) == ("no engine is running\n", "")
     assert top(run, once=True, as_json=True) == 0
-    assert json.loads(outcome(capsys)[0]) == {"devices": []}
+    assert json.loads(outcome(capsys)[0]) == {"api_version": 1, "devices": []}
     assert not run.exists()
 
 
@@ -112,28 +156,30 @@ def test_json_has_every_number(run: Path, capsys: pytest.CaptureFixture[str]) ->
     account = host(run).join("a", model="org/m", reserved=GIB)
     account.reserve(MIB)
     account.want(3)
-    account.publish(cached=1, free=2, queries=4, hits=1, totals=Totals(pages_committed=7))
+    totals = Totals(pages_committed=7, pages_released=5, misses=6)
+    account.publish(cached=1, free=2, queries=4, hits=1, totals=totals)
+    host(run).trim("a")
     assert top(run, once=False, as_json=True) == 0
     (device,) = json.loads(outcome(capsys)[0])["devices"]
     (engine,) = device.pop("engines")
     assert engine.pop("age_s") >= 0
     assert device == {
-        "device": "host", "total_bytes": 8 * GIB, "committed_bytes": MIB, "problem": None,
+        "device": "host", "budget_bytes": 8 * GIB, "committed_bytes": MIB, "problem": None,
     }  # fmt: skip
     assert engine == {
-        "name": "a", "pid": os.getpid(), "model": "org/m", "reserved_bytes": GIB,
-        "committed_bytes": MIB, "cached_bytes": 1, "wanted_bytes": 3, "limit_bytes": None,
-        "free_bytes": 2, "queries": 4, "hits": 1, "hit_rate": 0.25, "alive": True,
-        "totals": asdict(Totals(pages_committed=7)), "trimming": False,
+        "device": "host", "name": "a", "pid": os.getpid(), "model": "org/m", "alive": True,
+        "reserved_bytes": GIB, "committed_bytes": MIB, "cached_bytes": 1, "wanted_bytes": 3,
+        "free_bytes": 2, "limit_bytes": None, "queries": 4, "hits": 1, "hit_rate": 0.25,
+        "pages_committed": 7, "pages_released": 5, "misses": 6, "trimming": True,
     }  # fmt: skip
 
 
 def test_an_engine_that_just_died_is_shown(run: Path) -> None:
-    with Engine(host(run).path, "a", 5) as engine:
+    with ledgers.Engine(host(run).path, "a", 5) as engine:
         engine.ready().kill()
-        (device,) = read(run)
-        assert [(each.name, each.alive) for each in device.engines] == [("a", False)]
-        assert plain([device]).endswith("no engine is running")
+        (report,) = read(run)
+        assert [(each.name, each.alive) for each in report.usage.engines] == [("a", False)]
+        assert plain([report]).endswith("no engine is running")
 
 
 def test_a_ledger_that_cannot_be_read_does_not_hide_the_others(
@@ -202,25 +248,25 @@ sys.exit(top(Path({str(run)!r}), once=False, as_json=False))
 def test_an_engines_limit_is_set_on_every_device_that_has_it(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ledgers = [host(run, device) for device in ("cuda:0", "cuda:1", "host")]
-    for ledger, name in zip(ledgers, ("a", "a", "b"), strict=True):
+    found = [host(run, device) for device in ("cuda:0", "cuda:1", "host")]
+    for ledger, name in zip(found, ("a", "a", "b"), strict=True):
         ledger.join(name).reserve(3 * MIB)
-    assert limit(run, "a", "2MiB", False) == 0
+    assert limit(run, "a", 2 * MIB) == 0
     assert outcome(capsys) == (
         "a on cuda_0: limit 2MiB, 3MiB committed\na on cuda_1: limit 2MiB, 3MiB committed\n", "",
     )  # fmt: skip
-    assert [each.engines()[0].limit for each in ledgers] == [2 * MIB, 2 * MIB, None]
-    assert limit(run, "a", "None", False, device="cuda:1") == 0
-    assert outcome(capsys) == ("a on cuda:1: limit none, 3MiB committed\n", "")
-    assert [each.engines()[0].limit for each in ledgers] == [2 * MIB, None, None]
+    assert [each.engines()[0].limit for each in found] == [2 * MIB, 2 * MIB, None]
+    assert limit(run, "a", None, device="cuda:1") == 0
+    assert outcome(capsys) == ("a on cuda_1: limit none, 3MiB committed\n", "")
+    assert [each.engines()[0].limit for each in found] == [2 * MIB, None, None]
 
 
 def test_the_budget_is_set(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     host(run).join("a").reserve(MIB)
-    assert limit(run, None, "8GiB", True) == 0
+    assert budget(run, 8 * GIB) == 0
     assert outcome(capsys) == ("host: 1MiB committed, budget 8GiB\n", "")
     assert host(run).total == 8 * GIB
-    assert limit(run, None, "none", True) == 0
+    assert budget(run, None) == 0
     assert outcome(capsys) == ("host: 1MiB committed, no budget\n", "")
     assert host(run).total is None
 
@@ -228,50 +274,48 @@ def test_the_budget_is_set(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_budget_needs_a_device_where_that_is_in_doubt(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert limit(run, None, "8GiB", True) == 1
+    assert budget(run, 8 * GIB) == 1
     assert "found 0 devices; expected --device" in outcome(capsys)[1]
-    assert limit(run, None, "8GiB", True, device="host") == 0
-    assert limit(run, None, "9GiB", True, device="cuda:0") == 0
-    assert outcome(capsys)[0].splitlines()[1] == "cuda:0: 0B committed, budget 9GiB"
-    assert limit(run, None, "1GiB", True) == 1
+    assert budget(run, 8 * GIB, device="host") == 0
+    assert budget(run, 9 * GIB, device="cuda:0") == 0
+    assert outcome(capsys)[0].splitlines()[1] == "cuda_0: 0B committed, budget 9GiB"
+    assert budget(run, GIB) == 1
     assert "found 2 devices; expected --device with one of: cuda_0, host" in outcome(capsys)[1]
     assert (host(run).total, host(run, "cuda:0").total) == (8 * GIB, 9 * GIB)
-
-
-@pytest.mark.parametrize("value", ["", "2GB", "-1", "two"])
-def test_a_bad_size_is_refused(run: Path, capsys: pytest.CaptureFixture[str], value: str) -> None:
-    host(run).join("a")
-    assert limit(run, "a", value, False) == 1
-    out, err = outcome(capsys)
-    assert out == ""
-    assert err.startswith(f"kvcached-patch limit: {value!r}: not a size; expected")
-
-
-def test_a_limit_of_nothing_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    host(run).join("a")
-    assert limit(run, "a", "0", False) == 1
-    assert outcome(capsys)[1] == (
-        "kvcached-patch limit: '0': expected at least 1 byte, or none to remove the limit\n"
-    )
 
 
 def test_an_unknown_engine_is_answered_with_the_known_ones(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert limit(run, "x", "1G", False) == 1
+    assert limit(run, "x", GIB) == 1
     assert outcome(capsys)[1].endswith("found no engine 'x'; no engine is running\n")
     host(run).join("a")
     host(run, "cuda:0").join("b")
     ledger_path(run, "z").symlink_to("elsewhere")
-    assert limit(run, "x", "1G", False) == 1
+    assert limit(run, "x", GIB) == 1
     err = outcome(capsys)[1]
     assert "found no engine 'x'; expected one of: b, a; ledger" in err
     assert "found a symbolic link" in err
 
 
-@pytest.mark.parametrize(("name", "total"), [("a", True), (None, False)])
-def test_either_an_engine_or_all(
-    run: Path, capsys: pytest.CaptureFixture[str], name: str | None, total: bool
+# trim
+
+
+def test_what_was_given_back_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ledgers.Engine(host(run).path, "a", 3 * MIB, MIB, code=ledgers.TRIM) as engine:
+        engine.ready()
+        assert trim(run, "a", wait_s=60) == 0
+        assert outcome(capsys) == ("a on host: 1MiB committed, 3MiB before\n", "")
+
+
+def test_an_engine_that_does_not_answer_is_said(
+    run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert limit(run, name, "1G", total) == 2
-    assert "expected either NAME SIZE or --total SIZE" in outcome(capsys)[1]
+    host(run).join("a").reserve(MIB)
+    assert trim(run, "a", wait_s=0.02) == 1
+    assert outcome(capsys) == (
+        "a on host: 1MiB committed, 1MiB before\n",
+        "kvcached-patch trim: a on host: asked, not done in 0.02 s\n",
+    )
+    assert trim(run, "b", wait_s=0) == 1
+    assert outcome(capsys)[1] == ("kvcached-patch trim: found no engine 'b'; expected one of: a\n")

@@ -19,13 +19,15 @@ ALLOWED = {
     "errors": "",
     "core": "errors",
     "config": "ledger core errors",
-    "memory": "core errors torch",
+    "memory": "core errors torch cuda",
     "pool": "memory core errors",
     "ledger": "ledger_account ledger_file system core errors",
     "ledger_account": "ledger_file system core errors",
     "ledger_file": "system core errors",
     "system": "errors",
-    "cli_ledger": "ledger ledger_account ledger_file system core config errors rich",
+    "api": "ledger ledger_account ledger_file system core config errors",
+    "cli_ledger": "api cli_text core rich",
+    "cli_text": "",
     "seams": "core errors packaging tomli",
     "seams.apply": "core errors seams packaging wrapt",
     "seams.check": "core errors seams packaging",
@@ -36,8 +38,8 @@ ALLOWED = {
     "engines.maxtext": "jax seams errors packaging",
     "engines.tpu_inference": "jax flax tpu_inference vllm",
     "jax": "core errors jax",
-    "doctor": "_startup config seams errors packaging",
-    "cli": "doctor cli_ledger _startup seams ledger config errors",
+    "doctor": "_startup config ledger seams errors packaging",
+    "cli": "doctor cli_ledger cli_text _startup seams core config errors",
     "__main__": "cli",
 }
 
@@ -139,6 +141,7 @@ FRESH = {
     "seams.sources": "packaging",
     "seams.apply": "packaging wrapt",
     "doctor": "packaging",
+    "api": "",
     "cli": "",
 }
 

@@ -79,7 +79,8 @@ def test_the_wheel_is_pure_python_with_the_hook_at_its_root(wheel: Path) -> None
     assert {name.partition("/")[0] for name in names} == {HOOK, "kvcached_patch", DIST_INFO}
     modules = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py")}
     seams = {f"kvcached_patch/manifests/seams/{path.name}" for path in SEAMS.iterdir()}
-    assert {name for name in names if name.startswith("kvcached_patch/")} == modules | seams
+    ours = {name for name in names if name.startswith("kvcached_patch/")}
+    assert ours == {*modules, *seams, "kvcached_patch/py.typed"}
     assert manifest == (SEAMS / "vllm.toml").read_bytes()
     # site.py runs each line that starts with "import " by itself.
     assert len(hook.splitlines()) == 1
@@ -101,6 +102,25 @@ def test_the_source_archive_builds_the_same_wheel(wheel: Path, tmp_path: Path) -
 def contents(wheel: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
+
+
+USER = """
+from kvcached_patch import api
+
+found: list[api.Engine] = api.engines()
+sizes: int = found[0].committed_bytes
+wrong: str = found[0].committed_bytes
+"""
+
+
+def test_programs_are_checked_against_its_types(from_wheel: Path, tmp_path: Path) -> None:
+    program = tmp_path / "user.py"
+    program.write_text(USER, encoding="utf-8")
+    command = (sys.executable, "-m", "mypy", "--strict", "--python-executable", from_wheel)
+    done = run(*command, program, cwd=tmp_path)
+    errors = [line for line in done.stdout.splitlines() if ": error: " in line]
+    assert len(errors) == 1, done.stdout + done.stderr
+    assert errors[0].startswith("user.py:6: error: Incompatible types in assignment")
 
 
 def test_the_command_tells_its_version(interpreter: Path) -> None:
