@@ -48,6 +48,11 @@ def install() -> None:
             sys.meta_path.insert(0, _watch)
 
 
+def watching() -> bool:
+    """Whether this process waits for the first import of a target."""
+    return _watch in sys.meta_path
+
+
 def install_plugin() -> None:
     """Decide now; the door of vLLM's ``vllm.general_plugins``, which calls it in each process.
 

@@ -26,6 +26,14 @@ exit status:
 """
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Folds each line of a description or epilog by itself."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = text.splitlines()
+        return "\n".join(folded(line, width, indent=5 * line.startswith(" ")) for line in lines)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status, which its ``--help`` explains.
 
@@ -62,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="kvcached-patch",
         description="Elastic KV-cache memory for stock vLLM: check it, watch it, bound it.",
         epilog=EXIT_STATUS.format("all is well", "it is not, as the output says"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -73,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}.",
             epilog=EXIT_STATUS.format(well, ill),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Help,
         )
 
     doctor = command(
@@ -82,6 +90,8 @@ def _parser() -> argparse.ArgumentParser:
         "it would be patched",
         "it would not, or does not start; the report says why",
     )
+    doctor.usage = "%(prog)s [-h] [--json] [--static] [-- ARGUMENT ...]"
+    doctor.description = f"{doctor.description} After --: arguments of vllm serve, to be judged."
     doctor.add_argument("--json", action="store_true", help="print the report as JSON")
     doctor.add_argument(
         "--static", action="store_true", help="read vLLM's sources only; do not import it (fast)"

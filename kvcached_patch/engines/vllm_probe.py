@@ -5,17 +5,21 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from kvcached_patch import config
 from kvcached_patch.errors import KvcachedPatchError
 from kvcached_patch.seams.apply import armed
 
 
-def probe() -> dict[str, Any]:
+def probe(arguments: Sequence[str] = ()) -> dict[str, Any]:
     """Load vLLM's plugins and every seam's module in this process.
 
-    Returns the device type, whether vLLM has Triton, and per armed seam whether it is in place.
+    Returns the device type, whether vLLM has Triton, per armed seam whether it is in place, the
+    kind of memory and what it is missing, and what of ``vllm serve ARGUMENTS`` keeps the cache in
+    place, or why vLLM does not take these arguments.
     """
     from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
@@ -26,6 +30,8 @@ def probe() -> dict[str, Any]:
         "device": current_platform.device_type,
         "triton": bool(HAS_TRITON),
         "applied": applied(),
+        **_pool(current_platform.device_type),
+        **(_judged(arguments) if arguments else {}),
     }
 
 
@@ -34,6 +40,43 @@ def applied() -> dict[str, bool]:
     for entry in armed():
         importlib.import_module(entry.seam.module)
     return {entry.seam.id: entry.applied for entry in armed()}
+
+
+def _pool(device: str) -> dict[str, str]:
+    """The kind of memory on this type of device, and what is in its way, or ''."""
+    from kvcached_patch.engines.binding import pool_kind
+    from kvcached_patch.memory import DEVICE_TYPES, cuda
+
+    kind = pool_kind(device)
+    faults = []
+    if DEVICE_TYPES.get(kind, device) != device:
+        faults.append(f"vLLM here runs on device {device!r}, this memory on {DEVICE_TYPES[kind]!r}")
+    if kind == "cuda" and (missing := cuda.missing()):
+        faults.append(missing)
+    text = f"{config.POOL}={config.raw(config.POOL)!r}: {'; '.join(faults)}" if faults else ""
+    return {"pool": kind, "missing": text}
+
+
+def _judged(arguments: Sequence[str]) -> dict[str, Any]:
+    """What these arguments of ``vllm serve`` mean for the cache; no model is looked at."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from kvcached_patch.engines.vllm_static import arguments_static_because
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> None:
+            raise ValueError(message)
+
+    parser = Parser(prog="vllm")
+    ServeSubcommand().subparser_init(parser.add_subparsers())
+    try:
+        options = parser.parse_args(["serve", *arguments])
+        reason = arguments_static_because(AsyncEngineArgs.from_cli_args(options))
+    except ValueError as error:
+        return {"usage": str(error), "static": None}
+    return {"usage": "", "static": reason and asdict(reason)}
 
 
 def answer(probe: Callable[[], dict[str, Any]]) -> int:
@@ -47,4 +90,4 @@ def answer(probe: Callable[[], dict[str, Any]]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(answer(probe))
+    sys.exit(answer(lambda: probe(sys.argv[1:])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 # Below, paths are relative to vllm/distributed/kv_transfer/kv_connector/v1 of 0.22.1 to 0.33.0.
@@ -106,6 +107,30 @@ def static_because(vllm_config: Any) -> Reason | None:
             "unset --enable-elastic-ep",
         )
     return _connector_because(vllm_config)
+
+
+def arguments_static_because(arguments: Any) -> Reason | None:
+    """The same of vLLM's ``EngineArgs``, of which no configuration has been made yet.
+
+    They hold the fields of the single configurations, under the same names.
+    """
+    offloading = arguments.kv_offloading_size
+    if offloading is not None:
+        # config/vllm.py, _post_init_kv_transfer_config: put in the place of any other connector.
+        return Reason(
+            f"KV offloading ({offloading} GiB)",
+            "the connectors that vLLM chooses for it keep the cache in place",
+            "unset --kv-offloading-size",
+        )
+    return static_because(
+        SimpleNamespace(
+            parallel_config=arguments,
+            model_config=arguments,
+            cache_config=arguments,
+            attention_config=arguments.attention_config,
+            kv_transfer_config=arguments.kv_transfer_config,
+        )
+    )
 
 
 def _connector_because(vllm_config: Any) -> Reason | None:

@@ -176,7 +176,7 @@ SEAM = {
 DOCTOR = {
     "version": str,
     "active": bool,
-    "findings": [{"name": str, "state": str, "text": str}],
+    "findings": [{"name": str, "state": str, "text": str, "remedy": str}],
     "seams": [SEAM],
 }
 SEAMS = [
