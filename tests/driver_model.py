@@ -126,7 +126,7 @@ class Driver(Process):
 
     @call(context=False)
     def cuCtxPushCurrent(self, ctx: Any) -> None:
-        ordinal = number(ctx, cuda.CUcontext) - CONTEXTS
+        ordinal = number(ctx) - CONTEXTS
         known = ordinal in range(len(self.devices)) and self.retained[ordinal]
         refuse(not known, Code.CUDA_ERROR_INVALID_CONTEXT)
         self.stack().append(ordinal)
@@ -154,12 +154,12 @@ class Driver(Process):
         self, size: int, alignment: int, addr: Any, flags: int
     ) -> cuda.CUdeviceptr:
         refuse(flags != 0)
-        hint = number(addr, cuda.CUdeviceptr)
+        hint = number(addr)
         return cuda.CUdeviceptr(self.space.reserve(size, alignment, hint))
 
     @call()
     def cuMemAddressFree(self, ptr: Any, size: int) -> None:
-        self.space.free(number(ptr, cuda.CUdeviceptr), size)
+        self.space.free(number(ptr), size)
 
     @call(1)
     def cuMemCreate(self, size: int, prop: Any, flags: int) -> cuda.CUmemGenericAllocationHandle:
@@ -179,11 +179,11 @@ class Driver(Process):
     @call()
     def cuMemMap(self, ptr: Any, size: int, offset: int, handle: Any, flags: int) -> None:
         refuse(flags != 0)
-        self.space.map(number(ptr, cuda.CUdeviceptr), size, offset, self.handle(handle))
+        self.space.map(number(ptr), size, offset, self.handle(handle))
 
     @call()
     def cuMemUnmap(self, ptr: Any, size: int) -> None:
-        self.space.unmap(number(ptr, cuda.CUdeviceptr), size, self.streams.in_flight)
+        self.space.unmap(number(ptr), size, self.streams.in_flight)
 
     @call()
     def cuMemSetAccess(
@@ -194,26 +194,26 @@ class Driver(Process):
         if count > len(desc):
             raise RuntimeError(f"List is too small: {len(desc)} < {count}")
         access = [(self.located(one.location), int(one.flags)) for one in desc[:count]]
-        self.space.set_access(number(ptr, cuda.CUdeviceptr), size, access)
+        self.space.set_access(number(ptr), size, access)
 
     @call()
     def cuMemsetD8Async(self, dstDevice: Any, uc: int, N: int, hStream: Any) -> None:
         if uc not in range(256):
             raise OverflowError(f"uc: {uc}; expected an unsigned char")
-        stream = number(hStream, cuda.CUstream)
-        writes = [(number(dstDevice, cuda.CUdeviceptr), uc, N)]
+        stream = number(hStream)
+        writes = [(number(dstDevice), uc, N)]
         self.launch(stream, writes=writes, device=self.current())
 
     @call()
     def cuMemcpyDtoH(self, dstHost: Any, srcDevice: Any, ByteCount: int) -> None:
         device = self.current()
         self.streams.run_until(self.streams.last((device, 0)))
-        data = self.space.read(number(srcDevice, cuda.CUdeviceptr), ByteCount, device)
+        data = self.space.read(number(srcDevice), ByteCount, device)
         memoryview(dstHost).cast("B")[:ByteCount] = data
 
     @call()
     def cuStreamSynchronize(self, hStream: Any) -> None:
-        stream = (self.current(), number(hStream, cuda.CUstream))
+        stream = (self.current(), number(hStream))
         self.streams.run_until(self.streams.last(stream))
 
     @call(1)
@@ -227,7 +227,7 @@ class Driver(Process):
     def cuEventRecord(self, hEvent: Any, hStream: Any) -> None:
         event = self.event(hEvent)
         refuse(event.device != self.current(), Code.CUDA_ERROR_INVALID_HANDLE)
-        event.after = self.streams.last((event.device, number(hStream, cuda.CUstream)))
+        event.after = self.streams.last((event.device, number(hStream)))
 
     @call(context=False)
     def cuEventQuery(self, hEvent: Any) -> None:
@@ -240,7 +240,7 @@ class Driver(Process):
     @call()
     def cuEventDestroy(self, hEvent: Any) -> None:
         self.event(hEvent)
-        del self.events[number(hEvent, cuda.CUevent)]
+        del self.events[number(hEvent)]
 
     def cuGetErrorName(self, error: Code) -> tuple[Any, ...]:
         return Code.CUDA_SUCCESS, Code(error).name.encode()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -46,11 +45,9 @@ def call(
     return wrap
 
 
-def number(value: Any, kind: type) -> int:
-    """A handle or pointer as the bindings take it: of its type, an int, or None for NULL."""
-    if value is None:
-        return 0
-    return int(value) if isinstance(value, kind) else operator.index(value)
+def number(value: Any) -> int:
+    """A handle or pointer as the bindings take it: of any of their types, an int, None for NULL."""
+    return 0 if value is None else int(value)
 
 
 class Process:
@@ -102,7 +99,7 @@ class Process:
     def read(self, address: Any, nbytes: int, device: int = 0) -> bytes:
         """What `device` would read now; runs nothing. Raises Fault where it has no access."""
         with self.lock:
-            return self.space.read(number(address, cuda.CUdeviceptr), nbytes, device)
+            return self.space.read(number(address), nbytes, device)
 
     def leaks(self) -> dict[str, list[int]]:
         """What is open, by kind: handles, addresses, ordinals; `pushed` by the calling thread."""
@@ -140,7 +137,7 @@ class Process:
         return ordinal
 
     def ordinal(self, device: Any) -> int:
-        found = number(device, cuda.CUdevice)
+        found = number(device)
         refuse(found not in range(len(self.devices)), Code.CUDA_ERROR_INVALID_DEVICE)
         return found
 
@@ -150,13 +147,13 @@ class Process:
         return self.ordinal(location.id)
 
     def handle(self, value: Any) -> Handle:
-        found = self.handles.get(number(value, cuda.CUmemGenericAllocationHandle))
+        found = self.handles.get(number(value))
         if found is None or found.released:
             raise Refused
         return found
 
     def event(self, value: Any) -> Event:
-        found = self.events.get(number(value, cuda.CUevent))
+        found = self.events.get(number(value))
         if found is None:
             raise Refused(Code.CUDA_ERROR_INVALID_HANDLE)
         return found
