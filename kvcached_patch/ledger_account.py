@@ -184,14 +184,14 @@ class Account:
 
     @property
     def asked(self) -> int:
-        """The request to trim, as the last call saw it, for `trimmed`; 0: none. Takes no lock."""
+        """When a trim was asked for, as the last call saw it; 0: none. Takes no lock."""
         return self._row[Field.TRIM]
 
     def trimmed(self, request: int) -> None:
-        """Say that `request` is met; a later one stays."""
+        """Say that `request`, which was `asked`, is met; a later one stays."""
         with self._open() as table:
             self._find(table)
-            if self.asked == request:
+            if self.asked <= request:
                 self._put(table, Field.TRIM, 0)
 
     def publish(

@@ -63,6 +63,7 @@ class Budget:
         self._generation = -2
         self.fair: int | None = None  # slabs, as the ledger had it when `share` last asked
         self.keep: int | None = None  # the same for what the prefix cache may add to
+        self.asked = 0  # the ledger's request to trim, as `share` saw it; 0: none
         self._wanted = 0
         self._faulty = False
         self.held = 0
@@ -88,6 +89,7 @@ class Budget:
             keep = self._ask(lambda account: account.keep(), None)
             self.fair = None if share is None else share // self._slab_bytes
             self.keep = None if keep is None else keep // self._slab_bytes
+            self.asked = self._ask(lambda account: account.asked, 0)
         return self.bound
 
     @property
@@ -125,6 +127,12 @@ class Budget:
         """Tell other engines what this one lacks; 0: nothing."""
         if slabs != self._wanted and self._ask(partial(_want, slabs * self._slab_bytes), False):
             self._wanted = slabs
+
+    def trimmed(self, request: int) -> None:
+        """Answer what was `asked`, but for what is later than `request`."""
+        if 0 < self.asked <= request:
+            self.asked = 0
+            self._ask(lambda account: account.trimmed(request), None)
 
     def publish(self, *, cached: int, free: int, queries: int, hits: int) -> None:
         """Publish statistics, with a heartbeat.

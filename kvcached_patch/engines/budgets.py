@@ -42,6 +42,11 @@ class Budgets:
         return _least(budget.keep for budget in self._budgets)
 
     @property
+    def asked(self) -> int:
+        """See `Budget`: the latest request of any device."""
+        return max(budget.asked for budget in self._budgets)
+
+    @property
     def must_yield(self) -> bool:
         """See `Budget.must_yield`."""
         return any(budget.must_yield for budget in self._budgets)
@@ -69,6 +74,11 @@ class Budgets:
         """See `Budget.want`."""
         for budget in self._budgets:
             budget.want(slabs)
+
+    def trimmed(self, request: int) -> None:
+        """See `Budget.trimmed`."""
+        for budget in self._budgets:
+            budget.trimmed(request)
 
     def publish(self, *, cached: int, free: int, queries: int, hits: int) -> None:
         """See `Budget.publish`."""

@@ -15,6 +15,7 @@ from kvcached_patch.engines.budget import SPARE_SLABS, Budget, Geometry
 from kvcached_patch.engines.budgets import Budgets
 from kvcached_patch.engines.hit_count import HitCount
 from kvcached_patch.engines.page_supply import PageSupply
+from kvcached_patch.engines.trimming import Trimming
 from kvcached_patch.errors import PoolExhausted
 
 # An empty slab stays committed this long, so that the next request finds its pages touched.
@@ -70,6 +71,7 @@ class Elastic:
             time.monotonic,
         )
         self.budget = agreement.budget
+        self._trimming = Trimming(agreement.budget, geometry.in_flight)
         self._lacking = 0  # slabs, while requests wait
         self._missed = False
         self._published = 0.0
@@ -114,14 +116,17 @@ class Elastic:
             self._evict()
         keep = self.budget.keep
         yields = self._missed and self.budget.must_yield
-        over = keep is not None and (yields or self._backed > keep)
+        trim = self._trimming.due
+        over = trim or (keep is not None and (yields or self._backed > keep))
         if over:
-            self._shed(0 if yields else keep or 0)
+            self._shed(0 if trim or yields else keep or 0)
         plan = self.queue.take_plan(0.0 if over else self._linger, self._batch)
         self._footprint.follow(plan)
         self._lacking = self._lack(waiting) if self._missed else 0
         self.budget.want(self._lacking)
-        self._settle(spare=0 if quiet or self._missed else self._spare)
+        none_spare = quiet or self._missed or self._trimming.pending
+        self._settle(spare=0 if none_spare else self._spare)
+        self._trimming.planned()
         self._missed = False
         return plan if self._supply is None else self._supply.stamp(plan)
 
@@ -131,6 +136,7 @@ class Elastic:
         if self._supply is not None:
             self._supply.applied()
         self._settle(spare=0)
+        self._trimming.applied()
         self.publish()
 
     def due(self) -> float | None:

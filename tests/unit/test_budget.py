@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvcached_patch.engines.budget import Budget, Geometry, join
+from kvcached_patch.engines.budgets import Budgets
 from kvcached_patch.errors import LedgerError
 from kvcached_patch.ledger import Ledger, ledger_path
 
@@ -126,3 +128,31 @@ def test_without_a_ledger_nothing_is_bounded() -> None:
     budget.publish(cached=1, free=2, queries=3, hits=1)
     budget.release(10)
     assert budget.held == 0
+
+
+def test_a_request_to_trim_is_answered_unless_a_later_one_has_come(ledger: Ledger) -> None:
+    budget = join(GEOMETRY)
+    budget.share()
+    assert budget.asked == 0
+    ledger.trim("model")
+    assert budget.changed
+    budget.share()
+    first = budget.asked
+    ledger.trim("model")
+    budget.trimmed(first)
+    budget.share()
+    assert budget.asked > first
+    budget.trimmed(budget.asked)
+    assert budget.asked == 0
+    assert [engine.trimming for engine in ledger.engines()] == [False]
+
+
+def test_a_request_on_one_of_several_devices_is_the_engines(ledger: Ledger) -> None:
+    other = Ledger(ledger_path(ledger.path.parent, "other"))
+    budgets = Budgets([join(GEOMETRY), join(replace(GEOMETRY, device="other"))])
+    other.trim("model")
+    budgets.share()
+    assert budgets.asked > 0
+    budgets.trimmed(budgets.asked)
+    assert budgets.asked == 0
+    assert [engine.trimming for engine in other.engines()] == [False]
