@@ -226,8 +226,8 @@ def _engine(device: str, record: EngineRecord) -> Engine:
         limit_bytes=record.limit,
         queries=record.queries,
         hits=record.hits,
-        pages_committed=record.totals.pages_committed,
-        pages_released=record.totals.pages_released,
+        pages_committed=record.totals.committed,
+        pages_released=record.totals.released,
         misses=record.totals.misses,
         trimming=record.trimming,
     )

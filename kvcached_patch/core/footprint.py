@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvcached_patch.core.pages import PageCounts, Plan
+from kvcached_patch.core.totals import Totals
 
 
 class Footprint:
@@ -17,7 +18,7 @@ class Footprint:
     """
 
     def __init__(self, in_flight: int, workers: Sequence[PageCounts] = ()) -> None:
-        """Start with nothing committed.
+        """Start with nothing committed; `totals` counts slabs.
 
         in_flight: plans that some worker may not have carried out yet; what one releases is in
         force when the next is applied (`ElasticPool`, P2). workers: those whose slabs share pages.
@@ -25,6 +26,8 @@ class Footprint:
         self._workers = tuple(workers)
         self._committed: set[int] = set()
         self._leaving: deque[tuple[int, ...]] = deque([()] * in_flight)
+        self._planned = deque([0.0] * in_flight)  # when that was
+        self.totals = Totals()
 
     @property
     def slabs(self) -> int:
@@ -38,25 +41,31 @@ class Footprint:
         """Whether plans whose releases may not be in force yet released anything."""
         return any(self._leaving)
 
-    def follow(self, plan: Plan) -> None:
-        """Take note of a plan that is on its way to the workers."""
+    def follow(self, plan: Plan, now: float) -> None:
+        """Take note of a plan that is on its way to the workers; `now`: seconds."""
         self._leaving = deque(
             tuple(slab for slab in slabs if slab not in plan.commit) for slabs in self._leaving
         )
         new = tuple(slab for slab in plan.commit if slab not in self._committed)
         self._committed.update(new)
+        self.totals.committed += len(new)
         for pages in self._workers:
             pages.commit(new)
-        self._leaving.append(plan.release)
-        self._leave(self._leaving.popleft())
+        self._leave(plan.release, now)
 
-    def settle(self) -> None:
-        """Every worker has carried out every plan, with what it releases."""
+    def settle(self, now: float) -> None:
+        """Every worker has carried out every plan, with what it releases; `now`: seconds."""
         for _ in range(len(self._leaving)):
-            self._leave(self._leaving.popleft())
-            self._leaving.append(())
+            self._leave((), now)
 
-    def _leave(self, slabs: tuple[int, ...]) -> None:
+    def _leave(self, last: tuple[int, ...], now: float) -> None:
+        """Take it that what the oldest plan released has left; `last`: what the newest releases."""
+        slabs, planned = self._leaving.popleft(), self._planned.popleft()
+        self._leaving.append(last)
+        self._planned.append(now)
+        if not slabs:
+            return
+        self.totals.count_release(len(slabs), now - planned)
         self._committed.difference_update(slabs)
         for pages in self._workers:
             pages.release(slabs)

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from kvcached_patch import config
 from kvcached_patch.core.sizes import format_bytes
+from kvcached_patch.core.totals import Totals
 from kvcached_patch.errors import ConfigError
 from kvcached_patch.ledger import Account, Ledger, LedgerError, ledger_path
 
@@ -28,7 +29,8 @@ class Geometry:
     block_bytes: of one block, in all their pools together. least_slabs: what one request of the
     greatest length needs. in_flight: batches that may be on their way at once. reserved_bytes: of
     all their ranges. page_bytes: of all the pages that a slab may need, where pages are counted;
-    else 0. device: whose ledger it is; None if it is on another machine.
+    else 0. slab_pages: how many those are. device: whose ledger it is; None if it is on another
+    machine.
     """
 
     slab_blocks: int
@@ -38,6 +40,7 @@ class Geometry:
     reserved_bytes: int = 0
     model: str = ""
     page_bytes: int = 0
+    slab_pages: int = 1
     device: str | None = "host"
 
     @property
@@ -59,6 +62,7 @@ class Budget:
         self._account = account
         self._slab_bytes = geometry.slab_bytes
         self._block_bytes = geometry.block_bytes
+        self._slab_pages = geometry.slab_pages
         self._least = geometry.least_slabs
         self._generation = -2
         self.fair: int | None = None  # slabs, as the ledger had it when `share` last asked
@@ -134,15 +138,19 @@ class Budget:
             self.asked = 0
             self._ask(lambda account: account.trimmed(request), None)
 
-    def publish(self, *, cached: int, free: int, queries: int, hits: int) -> None:
+    def publish(self, *, cached: int, free: int, queries: int, hits: int, totals: Totals) -> None:
         """Publish statistics, with a heartbeat.
 
-        cached, free: blocks. queries, hits: tokens of the prefix cache.
+        cached, free: blocks. queries, hits: tokens of the prefix cache. totals: counted in slabs.
         """
         size = self._block_bytes
         self._ask(
             lambda account: account.publish(
-                cached=cached * size, free=free * size, queries=queries, hits=hits
+                cached=cached * size,
+                free=free * size,
+                queries=queries,
+                hits=hits,
+                totals=totals.in_pages(self._slab_pages),
             ),
             None,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kvcached_patch.core.totals import Totals
 from kvcached_patch.engines.budget import Budget, Geometry, join
 
 
@@ -80,10 +81,10 @@ class Budgets:
         for budget in self._budgets:
             budget.trimmed(request)
 
-    def publish(self, *, cached: int, free: int, queries: int, hits: int) -> None:
+    def publish(self, *, cached: int, free: int, queries: int, hits: int, totals: Totals) -> None:
         """See `Budget.publish`."""
         for budget in self._budgets:
-            budget.publish(cached=cached, free=free, queries=queries, hits=hits)
+            budget.publish(cached=cached, free=free, queries=queries, hits=hits, totals=totals)
 
     def close(self) -> None:
         """See `Budget.close`."""

@@ -121,9 +121,10 @@ class Elastic:
         if over:
             self._shed(0 if trim or yields else keep or 0)
         plan = self.queue.take_plan(0.0 if over else self._linger, self._batch)
-        self._footprint.follow(plan)
+        self._footprint.follow(plan, self.queue.now)
         self._lacking = self._lack(waiting) if self._missed else 0
         self.budget.want(self._lacking)
+        self._footprint.totals.misses += self._missed
         none_spare = quiet or self._missed or self._trimming.pending
         self._settle(spare=0 if none_spare else self._spare)
         self._trimming.planned()
@@ -132,12 +133,12 @@ class Elastic:
 
     def applied(self) -> None:
         """All releases are in force: their bytes are others' to take."""
-        self._footprint.settle()
+        self._footprint.settle(time.monotonic())
         if self._supply is not None:
             self._supply.applied()
         self._settle(spare=0)
         self._trimming.applied()
-        self.publish()
+        self.publish(at_once=True)
 
     def due(self) -> float | None:
         """When a plan would next change something without a step, by time.monotonic()."""
@@ -165,9 +166,9 @@ class Elastic:
         self._bounded = bounded
         self._direct()
 
-    def publish(self) -> None:
-        """Tell the ledger how it stands, not more often than people look."""
-        if self.queue.now - self._published >= PUBLISH_SECONDS:
+    def publish(self, *, at_once: bool = False) -> None:
+        """Tell the ledger how it stands, while steps are made not more often than people look."""
+        if at_once or self.queue.now - self._published >= PUBLISH_SECONDS:
             self._published = self.queue.now
             self._settle_ledger(spare=self._spare)
             self.budget.publish(
@@ -175,6 +176,7 @@ class Elastic:
                 free=self.queue.num_free_blocks,
                 queries=self._hits.queries,
                 hits=self._hits.hits,
+                totals=self._footprint.totals,
             )
 
     @property

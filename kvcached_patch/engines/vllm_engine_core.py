@@ -138,6 +138,7 @@ def _divide(executor: Any, kv_cache_config: Any, reports: list[dict[str, Any]]) 
                 for rank in ranks
                 if reports[rank]["supplied"]
             ),
+            slab_pages=sum(pages[rank].price for rank in ranks),
             device=device if here else None,
         )
         for (here, device), ranks in by_device.items()

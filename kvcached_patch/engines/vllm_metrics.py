@@ -52,11 +52,11 @@ _GAUGES: dict[str, tuple[str, Number]] = {
 _COUNTERS: dict[str, tuple[str, Number]] = {
     "pages_committed": (
         "Pages committed.",
-        lambda engine: engine.totals.pages_committed,
+        lambda engine: engine.totals.committed,
     ),
     "pages_released": (
         "Pages given back.",
-        lambda engine: engine.totals.pages_released,
+        lambda engine: engine.totals.released,
     ),
     "scheduling_misses": (
         "Steps in which a request got no memory because of a limit or the budget.",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcached_patch.core.totals import Totals
 from kvcached_patch.engines.budget import Budget, Geometry, join
 from kvcached_patch.engines.budgets import Budgets
 from kvcached_patch.errors import LedgerError
@@ -96,7 +97,8 @@ def test_a_fault_is_said_once_bounds_nothing_and_is_made_good(
     ledger.path.unlink()
     ledger.path.symlink_to("/dev/null")
     with caplog.at_level(logging.WARNING):
-        faults = [budget.publish(cached=0, free=0, queries=0, hits=0) for _ in range(3)]
+        nothing = {"cached": 0, "free": 0, "queries": 0, "hits": 0, "totals": Totals()}
+        faults = [budget.publish(**nothing) for _ in range(3)]
         held = budget.reserve(5)
     assert faults == [None] * 3
     assert caplog.text.count("the ledger cannot be used") == 1
@@ -125,9 +127,18 @@ def test_without_a_ledger_nothing_is_bounded() -> None:
     assert budget.share() is None
     assert budget.reserve(10)
     budget.want(3)
-    budget.publish(cached=1, free=2, queries=3, hits=1)
+    budget.publish(cached=1, free=2, queries=3, hits=1, totals=Totals(committed=2))
     budget.release(10)
     assert budget.held == 0
+
+
+def test_totals_are_published_in_the_pages_of_each_device(ledger: Ledger) -> None:
+    other = Ledger(ledger_path(ledger.path.parent, "other"))
+    Budgets(
+        [join(replace(GEOMETRY, slab_pages=8)), join(replace(GEOMETRY, device="other"))]
+    ).publish(cached=0, free=0, queries=0, hits=0, totals=Totals(committed=3, released=2))
+    found = [each.engines()[0].totals for each in (ledger, other)]
+    assert found == [Totals(committed=24, released=16), Totals(committed=3, released=2)]
 
 
 def test_a_request_to_trim_is_answered_unless_a_later_one_has_come(ledger: Ledger) -> None:

@@ -156,7 +156,7 @@ def test_json_has_every_number(run: Path, capsys: pytest.CaptureFixture[str]) ->
     account = host(run).join("a", model="org/m", reserved=GIB)
     account.reserve(MIB)
     account.want(3)
-    totals = Totals(pages_committed=7, pages_released=5, misses=6)
+    totals = Totals(committed=7, released=5, misses=6)
     account.publish(cached=1, free=2, queries=4, hits=1, totals=totals)
     host(run).trim("a")
     assert top(run, once=False, as_json=True) == 0

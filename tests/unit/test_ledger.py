@@ -86,13 +86,13 @@ def test_what_joined_is_what_is_read(ledger: Ledger) -> None:
 
 def test_totals_are_read_as_they_were_published(ledger: Ledger) -> None:
     account = ledger.join("a", model="org/model")
-    totals = Totals(pages_committed=7, pages_released=5, misses=3)
+    totals = Totals(committed=7, misses=3)
     for seconds in (0.0, 0.001, 0.0011, 99.0):
-        totals.released(seconds)
-    account.publish(totals=totals)
+        totals.count_release(1, seconds)
+    account.publish(totals=totals.in_pages(10))
     account.publish(free=5)
     (record,) = ledger.engines()
-    assert record.totals == Totals(7, 5, 3, 99_002_100_000, [2, 1, *[0] * 8, 1])
+    assert record.totals == Totals(70, 40, 3, 99_002_100_000, [2, 1, *[0] * 8, 1])
     assert (record.name, record.model, record.free) == ("a", "org/model", 5)
     assert record.age_s < 60
 
