@@ -132,7 +132,6 @@ class AddressSpace:
 
     def unmap(self, start: int, nbytes: int, in_flight: Callable[[int, int], bool]) -> None:
         """Raises Fault if work that is `in_flight` touches the mapping."""
-        self._aligned(start, nbytes)
         refuse([(m.start, m.end) for m in self._whole(start, nbytes)] != [(start, start + nbytes)])
         if in_flight(start, start + nbytes):
             raise Fault(f"unmapped under work in flight: {nbytes} bytes at {start:#x}")
@@ -143,7 +142,6 @@ class AddressSpace:
         mapping.handle.settle()
 
     def set_access(self, start: int, nbytes: int, access: Sequence[tuple[int, int]]) -> None:
-        self._aligned(start, nbytes)
         for mapping in self._whole(start, nbytes):
             mapping.access.update(access)
 
@@ -156,11 +154,6 @@ class AddressSpace:
         """Set bytes, all or none; raises Fault where `device` has no access."""
         for content, start, end in list(self._pieces(address, nbytes, device, READ | WRITE)):
             content[start:end] = bytes([value]) * (end - start)
-
-    def check(self, address: int, nbytes: int, device: int, right: int) -> None:
-        """Raises Fault where `device` has not this right."""
-        for _ in self._pieces(address, nbytes, device, right):
-            pass
 
     def _pieces(
         self, address: int, nbytes: int, device: int, right: int

@@ -13,6 +13,7 @@ Contexts
     context before them too (ensure_context)]
   primary_context: it is released as often as it was retained; once more is INVALID_CONTEXT. The
     last release resets it and pops it from no stack. [manual: cuDevicePrimaryCtxRelease]
+  set_current: it takes the place of the top of the stack; NULL pops it. [manual: cuCtxSetCurrent]
 Addresses
   granularity: addresses, sizes and offsets are multiples of the granularity. [manual: cuMemCreate,
     cuMemMap. cuMemAddressReserve asks for the host's page only: strict]
@@ -97,6 +98,10 @@ class Driver(Process):
         self.initialised = True
 
     @call(1, context=False)
+    def cuDeviceGetCount(self) -> int:
+        return len(self.devices)
+
+    @call(1, context=False)
     def cuDeviceGet(self, ordinal: int) -> cuda.CUdevice:
         return cuda.CUdevice(self.ordinal(ordinal))
 
@@ -126,10 +131,11 @@ class Driver(Process):
 
     @call(context=False)
     def cuCtxPushCurrent(self, ctx: Any) -> None:
-        ordinal = number(ctx) - CONTEXTS
-        known = ordinal in range(len(self.devices)) and self.retained[ordinal]
-        refuse(not known, Code.CUDA_ERROR_INVALID_CONTEXT)
-        self.stack().append(ordinal)
+        self.stack().append(self.context(ctx))
+
+    @call(context=False)
+    def cuCtxSetCurrent(self, ctx: Any) -> None:
+        self.stack()[-1:] = [self.context(ctx)] if number(ctx) else []
 
     @call(1, context=False)
     def cuCtxPopCurrent(self) -> cuda.CUcontext:
@@ -239,8 +245,7 @@ class Driver(Process):
 
     @call()
     def cuEventDestroy(self, hEvent: Any) -> None:
-        self.event(hEvent)
-        del self.events[number(hEvent)]
+        refuse(self.events.pop(number(hEvent), None) is None, Code.CUDA_ERROR_INVALID_HANDLE)
 
     def cuGetErrorName(self, error: Code) -> tuple[Any, ...]:
         return Code.CUDA_SUCCESS, Code(error).name.encode()

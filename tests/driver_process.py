@@ -77,6 +77,10 @@ class Process:
         """Let the `k`-th driver call from now on (from 1) return `code` and do nothing."""
         self._failures[self.calls.total() + k] = code
 
+    def forgive(self) -> None:
+        """No call is to fail any more."""
+        self._failures.clear()
+
     def launch(
         self,
         stream: int = 0,
@@ -140,6 +144,13 @@ class Process:
         found = number(device)
         refuse(found not in range(len(self.devices)), Code.CUDA_ERROR_INVALID_DEVICE)
         return found
+
+    def context(self, ctx: Any) -> int:
+        """The ordinal of a context that is retained."""
+        ordinal = number(ctx) - CONTEXTS
+        known = ordinal in range(len(self.devices)) and self.retained[ordinal]
+        refuse(not known, Code.CUDA_ERROR_INVALID_CONTEXT)
+        return ordinal
 
     def located(self, location: Any) -> int:
         """The ordinal of a CUmemLocation; only device memory is modelled."""

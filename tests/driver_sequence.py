@@ -50,6 +50,7 @@ class _Sequence:
     def run(self) -> list[tuple[str, str]]:
         driver, step = self.driver, self.step
         step("initialise", _OK, driver.cuInit(0))
+        assert step("devices", _OK, driver.cuDeviceGetCount()) > self.ordinal
         device = step("device", _OK, driver.cuDeviceGet(self.ordinal))
         vmm = CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         assert step("attribute", _OK, driver.cuDeviceGetAttribute(vmm, device)) == 1
@@ -63,6 +64,10 @@ class _Sequence:
         assert int(step("context", _OK, driver.cuCtxGetCurrent())) == int(context)
         self._addresses()
         assert int(step("pop", _OK, driver.cuCtxPopCurrent())) == int(context)
+        step("set current", _OK, driver.cuCtxSetCurrent(context))
+        assert int(step("context that was set", _OK, driver.cuCtxGetCurrent())) == int(context)
+        step("set none", _OK, driver.cuCtxSetCurrent(0))
+        assert int(step("none that was set", _OK, driver.cuCtxGetCurrent())) == 0
         step("release context", _OK, driver.cuDevicePrimaryCtxRelease(device))
         return self.steps
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tests.driver_memory import READ, WRITE, AddressSpace
+from tests.driver_memory import AddressSpace
 
 Stream = tuple[int, int]  # device ordinal, handle
 
@@ -61,10 +61,6 @@ class Streams:
     def run(self, work: Work) -> None:
         """Run one piece; raises Fault, and leaves it where it is, if it lacks an access."""
         device = work.stream[0]
-        for address, nbytes in work.reads:
-            self._space.check(address, nbytes, device, READ)
-        for address, _, nbytes in work.writes:
-            self._space.check(address, nbytes, device, READ | WRITE)
         work.seen = [self._space.read(address, nbytes, device) for address, nbytes in work.reads]
         for address, value, nbytes in work.writes:
             self._space.write(address, value, nbytes, device)

@@ -50,7 +50,11 @@ def driver(device: Device) -> Driver:
         lambda driver, base, handle: driver.cuMemMap(base + 1, G, 0, handle, 0),
         lambda driver, base, handle: driver.cuMemMap(base, G - 1, 0, handle, 0),
         lambda driver, base, handle: driver.cuMemMap(base, G, 1, handle, 0),
+        lambda driver, base, handle: driver.cuMemMap(base, 0, 0, handle, 0),
         lambda driver, base, handle: driver.cuMemUnmap(base + G + 1, G),
+        lambda driver, base, handle: driver.cuMemUnmap(base + G, G + 1),
+        lambda driver, base, handle: driver.cuMemUnmap(base + G, 0),
+        lambda driver, base, handle: driver.cuMemSetAccess(base + G + 1, G, [desc()], 1),
         lambda driver, base, handle: driver.cuMemSetAccess(base + G, G + 1, [desc()], 1),
     ],
 )

@@ -16,12 +16,14 @@ from tests.driver_memory import Device
 from tests.driver_model import Driver
 from tests.driver_sequence import sequence
 from tests.driver_use import (
+    INVALID,
     NO_CONTEXT,
     NO_MEMORY,
     Code,
     G,
     code,
     create,
+    desc,
     ok,
     prop,
     reserve,
@@ -68,10 +70,54 @@ def test_a_refused_call_returns_a_none_for_each_value_of_the_real_function(name:
     assert found == (Code.CUDA_ERROR_UNKNOWN, *[None] * len(values))
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("cuInit", (1,)),
+        ("cuMemAddressReserve", (G, 0, 0, 1)),
+        ("cuMemCreate", (G, prop(), 1)),
+        ("cuMemMap", (1 << 40, G, 0, 1, 1)),
+    ],
+)
+def test_unused_flags_are_zero(driver: Driver, name: str, arguments: tuple[Any, ...]) -> None:
+    assert reserve(driver) == 1 << 40
+    assert int(create(driver)) == 1
+    assert code(getattr(driver, name)(*arguments)) == INVALID
+    ok(getattr(driver, name)(*arguments[:-1], 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error"),
+    [
+        ("cuMemCreate", (G, desc(), 0), TypeError),
+        ("cuMemSetAccess", (1 << 40, G, [prop()], 1), TypeError),
+        ("cuMemSetAccess", (1 << 40, G, [desc()], 2), RuntimeError),
+        ("cuMemsetD8Async", (1 << 40, 256, G, 0), OverflowError),
+    ],
+)
+def test_arguments_the_bindings_refuse(
+    driver: Driver, name: str, arguments: tuple[Any, ...], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        getattr(driver, name)(*arguments)
+
+
+@pytest.mark.parametrize("part", ["type", "location.type"])
+def test_only_device_memory_is_modelled(driver: Driver, part: str) -> None:
+    other = prop()
+    if part == "type":
+        other.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_INVALID
+    else:
+        other.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST
+    assert code(driver.cuMemCreate(G, other, 0)) == INVALID
+
+
 def test_types_and_constants_are_those_of_the_real_module(driver: Driver) -> None:
     assert driver.CUresult is cuda.CUresult
     assert driver.CUmemAllocationProp is cuda.CUmemAllocationProp
     assert driver.CUDA_VERSION == cuda.CUDA_VERSION
+    with pytest.raises(NotImplementedError, match="not modelled"):
+        driver.cuDeviceGetAttribute(cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_WARP_SIZE, 0)
     with pytest.raises(AttributeError, match="cuMemAlloc: not modelled"):
         driver.cuMemAlloc(G)
 
@@ -133,6 +179,18 @@ def test_primary_context(driver: Driver) -> None:
     assert code(driver.cuCtxPushCurrent(context)) == NO_CONTEXT
 
 
+def test_set_current(driver: Driver) -> None:
+    first = ok(driver.cuCtxGetCurrent())
+    ok(driver.cuCtxSetCurrent(0))
+    assert code(driver.cuCtxPopCurrent()) == NO_CONTEXT
+    ok(driver.cuCtxSetCurrent(first))
+    ok(driver.cuCtxPushCurrent(first))
+    ok(driver.cuCtxSetCurrent(cuda.CUcontext(0)))
+    assert driver.leaks()["pushed"] == [0]
+    ok(driver.cuDevicePrimaryCtxRelease(0))
+    assert code(driver.cuCtxSetCurrent(first)) == NO_CONTEXT
+
+
 def test_each_device_has_its_own_context_memory_and_uuid() -> None:
     driver = started(Device(8 * G), Device(4 * G))
     assert ok(driver.cuMemGetInfo()) == (8 * G, 8 * G)
@@ -162,6 +220,9 @@ def test_a_call_that_is_to_fail_does_nothing(driver: Driver, device: Device) -> 
     assert (driver.leaks(), device.used) == before
     create(driver)
     assert driver.calls["cuMemCreate"] == 3
+    driver.fail_at(1, NO_MEMORY)
+    driver.forgive()
+    create(driver)
 
 
 def test_leaks_names_what_is_open(driver: Driver) -> None:
@@ -201,7 +262,7 @@ def test_the_sequence_for_a_real_device_passes_and_leaves_nothing(ordinal: int) 
     assert {name for name in ENTERED if not driver.calls[name]} == set()
 
 
-@pytest.mark.parametrize("k", [7, 14, 58])
+@pytest.mark.parametrize("k", [8, 15, 59])
 def test_the_sequence_names_the_step_that_went_otherwise(k: int) -> None:
     driver = Driver(Device(1024 * G))
     expected = sequence(Driver(Device(1024 * G)), G)[k - 1]

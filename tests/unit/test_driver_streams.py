@@ -108,6 +108,7 @@ def test_event_captures(driver: Driver) -> None:
     ok(driver.cuEventRecord(event, 2))
     ok(driver.cuEventQuery(event))
     ok(driver.cuEventDestroy(event))
+    assert code(driver.cuEventDestroy(event)) == Code.CUDA_ERROR_INVALID_HANDLE
     assert code(driver.cuEventQuery(event)) == Code.CUDA_ERROR_INVALID_HANDLE
 
 
