@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 API_VERSION = 1
-ENDED_SHOWN_S = 60
+_ENDED_SHOWN_S = 60
 _LOOK_S = 0.01
 
 
@@ -156,8 +156,9 @@ def trim(
     """Ask an engine to give back, once, what only its prefix cache keeps, and what it has spare.
 
     Without a device this goes for every one where an engine has this name. A quiet engine does it
-    at once, a busy one with its next steps. Returns these engines once they have done it or
-    `wait_s` seconds have passed; those still `trimming` will do it yet. Raises EngineNotFound.
+    at once (in vLLM's in-process mode with its next request), a busy one with its next steps.
+    Returns these engines, but for one that ended meanwhile, once they have done it or `wait_s`
+    seconds have passed; those still `trimming` will do it yet. Raises EngineNotFound.
     """
     end = time.monotonic() + wait_s
     found = _each(name, device, directory, lambda found: found.trim(name))
@@ -206,7 +207,7 @@ def _each(
 
 def _usage(found: Ledger) -> Usage:
     budget, records = found.read()
-    shown = [each for each in records if each.alive or each.age_s < ENDED_SHOWN_S]
+    shown = [each for each in records if each.alive or each.age_s < _ENDED_SHOWN_S]
     return Usage(found.device, budget, tuple(_engine(found.device, each) for each in shown))
 
 
