@@ -17,8 +17,8 @@ lane     = -m pytest -q --durations=5 $$(cat manifests/tests/$(1).txt)
 # Two workers, each with whole test files: most tests are one process on one thread.
 TWO      = -n 2 --dist loadfile
 
-.PHONY: demo demo-maxtext test unit engine jax jax-releases matrix ran support lint bench seams \
-        overhead dev venv-jax
+.PHONY: demo demo-maxtext test unit install-proofs engine jax jax-releases matrix ran support lint \
+        bench seams overhead dev venv-jax
 
 demo: venv-$(VLLM)
 	@$(ENGINE)/bin/python -m tools.demo
@@ -30,6 +30,10 @@ test: unit engine jax
 
 unit: dev
 	$(DEV)/bin/python $(call lane,unit) $(TWO)
+
+# On every Python that is found; EVERY_PYTHON=1 wants them all.
+install-proofs: dev
+	$(DEV)/bin/python $(call lane,install) -n 2
 
 engine: venv-$(VLLM)
 	$(ENGINE)/bin/python $(call lane,engine)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LANES = ("unit", "engine", "jax", "matrix", "several", "gpu")
+LANES = ("unit", "install", "engine", "jax", "matrix", "several", "gpu")
 
 
 class LaneError(Exception):

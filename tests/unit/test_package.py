@@ -12,29 +12,12 @@ from pathlib import Path
 import pytest
 
 from kvcached_patch import __version__
-from tests.fresh import imported, output, purelib, python, run, venv
+from tests.fresh import PACKAGE, PTH, build, imported, output, pip, purelib, python, run, venv
 from tests.lanes import ROOT
 
-PACKAGE, SEAMS = ROOT / "kvcached_patch", ROOT / "manifests" / "seams"
-HOOK = "kvcached_patch.pth"
+SEAMS = ROOT / "manifests" / "seams"
 DOOR = "kvcached_patch = kvcached_patch._startup:install_plugin"
 DIST_INFO = f"kvcached_patch-{__version__}.dist-info"
-
-
-def build(out: Path, *arguments: str | Path) -> Path:
-    """Build with the backend that is installed here; returns the one wheel."""
-    command = (sys.executable, "-m", "build", "--no-isolation", "--outdir", out)
-    done = run(*command, *arguments, cwd=out)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = out.glob("*.whl")
-    return wheel
-
-
-def pip(interpreter: Path, *arguments: str | Path) -> None:
-    """Run this environment's pip for another one: making one with its own pip takes longer."""
-    command = (sys.executable, "-m", "pip", "--python", interpreter, *arguments)
-    done = run(*command, cwd=interpreter.parent)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def installed(interpreter: Path) -> set[str]:
@@ -73,10 +56,10 @@ def test_the_wheel_is_pure_python_with_the_hook_at_its_root(wheel: Path) -> None
     assert wheel.name == f"kvcached_patch-{__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        hook = archive.read(HOOK).decode()
+        hook = archive.read(PTH).decode()
         manifest = archive.read("kvcached_patch/manifests/seams/vllm.toml")
         entries = archive.read(f"{DIST_INFO}/entry_points.txt").decode()
-    assert {name.partition("/")[0] for name in names} == {HOOK, "kvcached_patch", DIST_INFO}
+    assert {name.partition("/")[0] for name in names} == {PTH, "kvcached_patch", DIST_INFO}
     modules = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py")}
     seams = {f"kvcached_patch/manifests/seams/{path.name}" for path in SEAMS.iterdir()}
     ours = {name for name in names if name.startswith("kvcached_patch/")}
@@ -130,7 +113,7 @@ def test_the_command_tells_its_version(interpreter: Path) -> None:
 
 
 def test_the_hook_is_in_place(interpreter: Path) -> None:
-    assert (purelib(interpreter) / HOOK).read_text() == (ROOT / "autopatch.pth").read_text()
+    assert (purelib(interpreter) / PTH).read_text() == (ROOT / "autopatch.pth").read_text()
     for value, expected in (("1", True), ("0", False)):
         modules = imported("-c", "pass", executable=interpreter, KVCACHED_PATCH=value)
         assert ("kvcached_patch._startup" in modules) is expected
@@ -205,12 +188,12 @@ def test_a_target_directory_opens_the_second_door(wheel: Path, tmp_path: Path) -
 
 
 def test_uninstall_leaves_nothing_of_the_wheel(from_wheel: Path) -> None:
-    assert installed(from_wheel) == {HOOK, "kvcached_patch", DIST_INFO}
+    assert installed(from_wheel) == {PTH, "kvcached_patch", DIST_INFO}
     uninstall(from_wheel)
 
 
 def test_uninstall_leaves_nothing_of_the_editable_install(from_checkout: Path) -> None:
-    assert installed(from_checkout) >= {HOOK, DIST_INFO}
+    assert installed(from_checkout) >= {PTH, DIST_INFO}
     uninstall(from_checkout)
     assert (PACKAGE / "__init__.py").exists()
 
