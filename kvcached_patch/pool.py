@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Protocol
 
 from kvcached_patch.core.extents import Cells
-from kvcached_patch.core.pages import PageCounts, Plan
+from kvcached_patch.core.pages import PageCounts, Plan, Run
 from kvcached_patch.errors import KvcachedPatchError
 
 
@@ -66,9 +65,6 @@ class ElasticPool:
         self._pages = PageCounts(cells, range_bytes, num_blocks, slab_blocks, page_bytes)
         self._expected = 0
         self._pending: tuple[int, ...] = ()
-        # Whether work on its way may read, if only to mask it, what is not committed: warm-up does,
-        # at blocks it invents, and every step once block tables may name blocks that have left.
-        self._strays = True
 
     def supply(self, slabs: int) -> int:
         """Own pages for so many slabs, or for as many as the device has; returns how many."""
@@ -89,9 +85,8 @@ class ElasticPool:
             )
         self._expected += 1
         leaving = self._pending + plan.release if idle else self._pending
-        if leaving or (plan.commit and self._strays):
+        if plan.commit or leaving:
             self._ranges[0].fence()
-            self._strays = bool(leaving) or plan.sequence > 0
         self._release(self._pending)
         self._pending = plan.release
         self._commit(plan.commit)
@@ -115,13 +110,17 @@ class ElasticPool:
             )
 
     def _commit(self, slabs: tuple[int, ...]) -> None:
-        runs = self._pages.commit(slabs)
-        with ExitStack() as undo:
-            undo.callback(self._pages.release, slabs)
-            for index, start, end in runs:
+        done: list[Run] = []
+        try:
+            for index, start, end in self._pages.commit(slabs):
                 self._ranges[index].commit(start, end)
-                undo.callback(self._ranges[index].release, start, end)
-            undo.pop_all()
+                done.append((index, start, end))
+        except KvcachedPatchError:
+            self._ranges[0].fence()
+            for index, start, end in done:
+                self._ranges[index].release(start, end)
+            self._pages.release(slabs)
+            raise
 
     def _release(self, slabs: tuple[int, ...]) -> None:
         for index, start, end in self._pages.release(slabs):

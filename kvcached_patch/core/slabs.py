@@ -111,6 +111,11 @@ class Slabs:
         self._sequence += 1
         return plan
 
+    def commit_ahead(self, slabs: int) -> None:
+        """Commit so many vacant slabs, or all there are, lowest first, before they are needed."""
+        for _ in range(min(slabs, len(self._vacant))):
+            self._loosen(self._commit(heapq.heappop(self._vacant)))
+
     def _choose(self, n: int) -> _Slab | None:
         """A slab to take up to n dead blocks from, filed no more; None if kept ones come next."""
         slab, self._open = self._open, None

@@ -120,6 +120,9 @@ class Elastic:
         over = trim or (keep is not None and (yields or self._backed > keep))
         if over:
             self._shed(0 if trim or yields else keep or 0)
+        if self._supply is not None and self.queue.fresh:
+            # Workers own the pages anyway, and wait for their device once for all of them.
+            self.queue.commit_ahead(max(self.queue.room or 0, 0))
         plan = self.queue.take_plan(0.0 if over else self._linger, self._batch)
         self._footprint.follow(plan, self.queue.now)
         self._lacking = self._lack(waiting) if self._missed else 0

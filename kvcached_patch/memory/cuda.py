@@ -12,7 +12,7 @@ from kvcached_patch.memory.device_pages import DevicePages
 from kvcached_patch.memory.driver import load
 from kvcached_patch.memory.mapped_range import MappedRange
 
-_devices: weakref.WeakValueDictionary[int, DevicePages] = weakref.WeakValueDictionary()
+_devices: dict[int, DevicePages] = {}
 
 
 def missing() -> str | None:
@@ -28,18 +28,14 @@ def missing() -> str | None:
 
 
 def pages_of(ordinal: int) -> DevicePages:
-    """The pages of a GPU in this process; the same for all who ask while anybody holds them."""
-    pages = _devices.get(ordinal)
-    if pages is None:
-        pages = _devices[ordinal] = DevicePages(load(), ordinal)
-    return pages
+    """The pages of a GPU in this process: the same for all ranges that are open at a time."""
+    if ordinal not in _devices or not _devices[ordinal].ranges:
+        _devices[ordinal] = DevicePages(load(), ordinal)
+    return _devices[ordinal]
 
 
-class CudaMemory:
-    """One range of a GPU's addresses; see `MappedRange`.
-
-    Everything is done in the order of the calling thread's current stream.
-    """
+class CudaMemory(MappedRange):
+    """A `MappedRange` that PyTorch sees as a tensor, in the order of each caller's stream."""
 
     kind = "cuda"
 
@@ -47,43 +43,17 @@ class CudaMemory:
         """Reserve `nbytes` bytes (> 0); raises DriverError if `device` cannot serve them."""
         if device.type != "cuda":
             raise DriverError(f"cuda memory: cannot serve device {device}; expected cuda")
-        self._ordinal = torch.cuda.current_device() if device.index is None else device.index
-        self._reserve(nbytes)
-
-    def _reserve(self, nbytes: int) -> None:
-        self.backing: DevicePages = pages_of(self._ordinal)
-        self._range = MappedRange(self.backing, nbytes)
+        ordinal = torch.cuda.current_device() if device.index is None else device.index
+        super().__init__(
+            pages_of(ordinal), nbytes, lambda: torch.cuda.current_stream(ordinal).cuda_stream
+        )
+        self._device = torch.device("cuda", ordinal)
         self._nbytes = nbytes
         self._view()
 
     def _view(self) -> None:
-        self._bytes = _Bytes(self._range.address, self._nbytes)
-        self.tensor = torch.as_tensor(self._bytes, device=torch.device("cuda", self._ordinal))
-
-    @property
-    def _stream(self) -> int:
-        return int(torch.cuda.current_stream(self._ordinal).cuda_stream)
-
-    def resident_bytes(self) -> int:
-        """Committed bytes of the range, in whole pages."""
-        return self._range.committed * self.page_bytes
-
-    @property
-    def page_bytes(self) -> int:
-        """The unit in which memory is committed and released."""
-        return self.backing.page_bytes
-
-    def fence(self) -> None:
-        """Wait for all work on the current stream: then pages may be exchanged."""
-        self.backing.fence(self._stream)
-
-    def commit(self, start: int, end: int) -> None:
-        """See `MappedRange.commit`."""
-        self._range.commit(start, end, self._stream)
-
-    def release(self, start: int, end: int) -> None:
-        """See `MappedRange.release`."""
-        self._range.release(start, end, self._stream)
+        self._bytes = _Bytes(self.address, self._nbytes)
+        self.tensor = torch.as_tensor(self._bytes, device=self._device)
 
     def close(self) -> None:
         """Wait for the GPU and give the range back, with the last one all that is owned.
@@ -97,9 +67,8 @@ class CudaMemory:
             self._view()
             raise DriverError("closing a range of GPU memory: tensors still view it")
         self.fence()
-        self._range.close()
+        super().close()
         if not self.backing.ranges:
-            _devices.pop(self._ordinal, None)
             self.backing.close()
 
 

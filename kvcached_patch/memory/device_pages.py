@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import Any
 
-from kvcached_patch.errors import DriverError, PoolExhausted
+from kvcached_patch.errors import DriverError, KvcachedPatchError, PoolExhausted
 from kvcached_patch.memory.driver import call
 
 
@@ -19,8 +18,8 @@ class DevicePages:
 
     Invariants: (D1) a page is spare or in one range at one address; (D2) one more page, which only
     ever holds zeros, lies under every address that none of these is mapped at, so that a stray
-    read finds zeros; (D3) the thread that calls the driver has this GPU's context as its own for
-    the time of the call: CUDA's device is per thread (kvcached#413).
+    read finds zeros; (D3) a thread that calls the driver has made this GPU's context its own
+    before: CUDA's device is per thread (kvcached#413).
     """
 
     def __init__(self, driver: Any, ordinal: int) -> None:
@@ -38,11 +37,12 @@ class DevicePages:
             raise DriverError(f"GPU {ordinal}: found no virtual memory management; expected it")
         self._describe(ordinal)
         self._context = self.call("cuDevicePrimaryCtxRetain", self._device)
-        with ExitStack() as undo:
-            undo.callback(self.call, "cuDevicePrimaryCtxRelease", self._device)
-            with self.current():
-                self._prepare()
-            undo.pop_all()
+        self._undo: list[tuple[Any, ...]] = []
+        try:
+            self._prepare()
+        except KvcachedPatchError:
+            self._give_back()
+            raise
 
     def _describe(self, ordinal: int) -> None:
         """What pages are made as, and who may access them."""
@@ -62,32 +62,36 @@ class DevicePages:
         self.page_bytes: int = self.call("cuMemGetAllocationGranularity", self._prop, least)
         flags = driver.CUevent_flags
         waiting = int(flags.CU_EVENT_DISABLE_TIMING) | int(flags.CU_EVENT_BLOCKING_SYNC)
-        with ExitStack() as undo:
-            self._event = self.call("cuEventCreate", waiting)
-            undo.callback(self.call, "cuEventDestroy", self._event)
-            self.zeros = self._create()
-            undo.callback(self.call, "cuMemRelease", self.zeros)
-            self._zeros_at = self.reserve(self.page_bytes)
-            undo.callback(self.unreserve, self._zeros_at, self.page_bytes)
-            self.map(self._zeros_at, self.zeros)
-            undo.callback(self.unmap, self._zeros_at)
-            self.allow(self._zeros_at, self.page_bytes)
-            self.clean(stream=0)
-            self.call("cuStreamSynchronize", 0)
-            undo.pop_all()
+        self.enter()
+        self._event = self.call("cuEventCreate", waiting)
+        self._undo.append(("cuEventDestroy", self._event))
+        self.zeros = self._create()
+        self._undo.append(("cuMemRelease", self.zeros))
+        self._zeros_at = self.reserve(self.page_bytes)
+        self._undo.append(("cuMemAddressFree", self._zeros_at, self.page_bytes))
+        self.map(self._zeros_at, self.zeros)
+        self._undo.append(("cuMemUnmap", self._zeros_at, self.page_bytes))
+        self.allow(self._zeros_at, self.page_bytes)
+        self.clean(stream=0)
+        self._undo.append(("cuStreamSynchronize", 0))
+        self.call("cuStreamSynchronize", 0)
+
+    def _give_back(self) -> None:
+        """Undo what was acquired, the last first; an error can be gone on from."""
+        self.enter()
+        while self._undo:
+            self.call(*self._undo[-1])
+            self._undo.pop()
+        self.call("cuCtxSetCurrent", 0)
+        self.call("cuDevicePrimaryCtxRelease", self._device)
 
     def call(self, name: str, *arguments: Any) -> Any:
         """See `kvcached_patch.memory.driver.call`."""
         return call(self._driver, name, *arguments)
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Within, this GPU's context is the calling thread's (D3)."""
-        self.call("cuCtxPushCurrent", self._context)
-        try:
-            yield
-        finally:
-            self.call("cuCtxPopCurrent")
+    def enter(self) -> None:
+        """Make this GPU's context the calling thread's (D3)."""
+        self.call("cuCtxSetCurrent", self._context)
 
     @property
     def uuid(self) -> str:
@@ -103,20 +107,23 @@ class DevicePages:
 
     def supply(self, pages: int) -> int:
         """Own so many pages, or as many as the GPU still has; returns how many these are."""
-        with self.current():
-            while self.owned < pages:
-                try:
-                    self._spare.append(self._create())
-                except PoolExhausted:
-                    break
-                self.owned += 1
+        self.enter()
+        while self.owned < pages:
+            try:
+                self._spare.append(self._create())
+            except PoolExhausted:
+                break
+            self.owned += 1
         return self.owned
 
     def keep(self, pages: int) -> None:
         """Give spare pages back to the GPU until no more than so many are owned."""
-        with self.current():
-            while self._spare and self.owned > pages:
-                self._destroy()
+        if self._spare and self.owned > pages:
+            self.enter()
+        while self._spare and self.owned > pages:
+            self.call("cuMemRelease", self._spare[-1])
+            self._spare.pop()
+            self.owned -= 1
 
     def take(self, pages: int) -> Sequence[Any]:
         """Hand out pages, made now if too few are spare.
@@ -141,9 +148,9 @@ class DevicePages:
 
     def fence(self, stream: int) -> None:
         """Wait for all that was launched on the stream before this call."""
-        with self.current():
-            self.call("cuEventRecord", self._event, stream)
-            self.call("cuEventSynchronize", self._event)
+        self.enter()
+        self.call("cuEventRecord", self._event, stream)
+        self.call("cuEventSynchronize", self._event)
 
     def clean(self, stream: int) -> None:
         """Clear the page of zeros, in the stream's order: warm-up writes to invented blocks."""
@@ -181,17 +188,7 @@ class DevicePages:
         if len(self._spare) < self.owned:
             raise DriverError(f"{self.uuid}: {self.owned - len(self._spare)} pages are in use")
         self.keep(0)
-        with self.current():
-            self.unmap(self._zeros_at)
-            self.unreserve(self._zeros_at, self.page_bytes)
-            self.call("cuMemRelease", self.zeros)
-            self.call("cuEventDestroy", self._event)
-        self.call("cuDevicePrimaryCtxRelease", self._device)
+        self._give_back()
 
     def _create(self) -> Any:
         return self.call("cuMemCreate", self.page_bytes, self._prop, 0)
-
-    def _destroy(self) -> None:
-        self.call("cuMemRelease", self._spare[-1])
-        self._spare.pop()
-        self.owned -= 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,20 +22,22 @@ class MappedRange:
 
     While a page is exchanged its addresses cannot be accessed: there is no driver call that does
     it at one go. So nobody may still be at work that could read them, not even a read whose
-    result is masked: callers wait for `DevicePages.fence` first. Pages that were never committed
-    need no wait, since no block table ever named them.
+    result is masked, of a block that has left: callers wait for `fence` first.
     """
 
-    def __init__(self, pages: DevicePages, nbytes: int) -> None:
+    def __init__(self, backing: DevicePages, nbytes: int, stream: Callable[[], int]) -> None:
         """Reserve addresses for `nbytes` bytes (> 0) and lay zeros under all of them.
 
-        Raises DriverError, or PoolExhausted; then nothing is left behind.
+        stream: the one in whose order memory is used and cleared, asked for at each call. Raises
+        DriverError, or PoolExhausted; then nothing is left behind.
         """
-        self._pages = pages
+        self.backing = pages = backing
+        self._stream = stream
         self._unit = unit = pages.page_bytes
         self.pages: list[Any] = [None] * -(-nbytes // unit)
-        size = len(self.pages) * unit
-        with pages.current(), ExitStack() as undo:
+        self._size = size = len(self.pages) * unit
+        pages.enter()
+        with ExitStack() as undo:
             self.address = pages.reserve(size)
             undo.callback(pages.unreserve, self.address, size)
             for address in range(self.address, self.address + size, unit):
@@ -46,11 +48,19 @@ class MappedRange:
         pages.ranges += 1
 
     @property
-    def committed(self) -> int:
-        """Pages that are committed now."""
-        return len(self.pages) - self.pages.count(None)
+    def page_bytes(self) -> int:
+        """The unit in which memory is committed and released."""
+        return self._unit
 
-    def commit(self, start: int, end: int, stream: int) -> None:
+    def resident_bytes(self) -> int:
+        """Committed bytes, in whole pages."""
+        return (len(self.pages) - self.pages.count(None)) * self._unit
+
+    def fence(self) -> None:
+        """Wait for all that was launched on the stream: then pages may be exchanged."""
+        self.backing.fence(self._stream())
+
+    def commit(self, start: int, end: int) -> None:
         """Lay pages of its own under the bytes ``[start, end)``, cleared in the stream's order.
 
         start: a multiple of the page; end: another, or the range's end. Raises PoolExhausted,
@@ -59,39 +69,45 @@ class MappedRange:
         numbers = self._numbers(start, end)
         if any(self.pages[number] is not None for number in numbers):
             raise DriverError(f"commit of bytes {start} to {end}: a page is committed already")
-        with self._pages.current(), ExitStack() as undo:
-            new = self._pages.take(len(numbers))
-            undo.callback(self._pages.give, new)
-            self._exchange(numbers, [self._pages.zeros] * len(new), new, undo)
-            self._pages.clear(self.address + start, len(numbers) * self._unit, stream)
+        self.backing.enter()
+        with ExitStack() as undo:
+            new = self.backing.take(len(numbers))
+            undo.callback(self.backing.give, new)
+            self._exchange(numbers, [self.backing.zeros] * len(new), new, undo)
+            self.backing.clear(self.address + start, len(numbers) * self._unit, self._stream())
             undo.pop_all()
         self.pages[numbers.start : numbers.stop] = new
 
-    def release(self, start: int, end: int, stream: int) -> None:
+    def release(self, start: int, end: int) -> None:
         """Lay zeros under the bytes ``[start, end)``; their pages become spare.
 
         Pages that are not committed stay as they are. Raises DriverError.
         """
         numbers = self._numbers(start, end)
         held = [number for number in numbers if self.pages[number] is not None]
-        with self._pages.current(), ExitStack() as undo:
-            self._pages.clean(stream)
+        self.backing.enter()
+        with ExitStack() as undo:
+            self.backing.clean(self._stream())
             old = [self.pages[number] for number in held]
-            self._exchange(held, old, [self._pages.zeros] * len(old), undo)
+            self._exchange(held, old, [self.backing.zeros] * len(old), undo)
             undo.pop_all()
-        self._pages.give(old)
+        self.backing.give(old)
         for number in held:
             self.pages[number] = None
 
     def close(self) -> None:
-        """Give addresses and pages back; nobody may be at work on them. Raises DriverError."""
-        with self._pages.current():
-            for number, page in enumerate(self.pages):
-                self._pages.unmap(self._at(number))
-                if page is not None:
-                    self._pages.give([page])
-            self._pages.unreserve(self.address, len(self.pages) * self._unit)
-        self._pages.ranges -= 1
+        """Give addresses and pages back; nobody may be at work on them.
+
+        Raises DriverError; the next call goes on from there.
+        """
+        self.backing.enter()
+        while self.pages:
+            self.backing.unmap(self._at(len(self.pages) - 1))
+            page = self.pages.pop()
+            if page is not None:
+                self.backing.give([page])
+        self.backing.unreserve(self.address, self._size)
+        self.backing.ranges -= 1
 
     def _numbers(self, start: int, end: int) -> range:
         return range(start // self._unit, -(-end // self._unit))
@@ -106,11 +122,11 @@ class MappedRange:
         if not numbers:
             return
         first, size = self._at(numbers[0]), (numbers[-1] + 1 - numbers[0]) * self._unit
-        undo.callback(self._pages.allow, first, size)
+        undo.callback(self.backing.allow, first, size)
         for number, before, after in zip(numbers, old, new, strict=True):
             address = self._at(number)
-            self._pages.unmap(address)
-            undo.callback(self._pages.map, address, before)
-            self._pages.map(address, after)
-            undo.callback(self._pages.unmap, address)
-        self._pages.allow(first, size)
+            self.backing.unmap(address)
+            undo.callback(self.backing.map, address, before)
+            self.backing.map(address, after)
+            undo.callback(self.backing.unmap, address)
+        self.backing.allow(first, size)
