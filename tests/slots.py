@@ -14,7 +14,7 @@ import numpy as np
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from kvcached_patch.core.extents import Cells
-from kvcached_patch.core.pages import PLAN
+from kvcached_patch.core.pages import PLAN, PageCounts
 from kvcached_patch.pool import ElasticPool
 
 SLOT_BYTES = 8
@@ -25,7 +25,8 @@ class Setup:
     """Size and kind of an engine; by default the borders of slabs and pages do not agree.
 
     depth: batches in flight; with the synchronous scheduler as in a pipeline. window: tokens of
-    the second KV cache group's sliding window, None for one group.
+    the second KV cache group's sliding window, None for one group. gpu_pages: what each worker's
+    device has, where pages must be had before they are promised.
     """
 
     blocks: int = 61
@@ -39,6 +40,16 @@ class Setup:
     step_tokens: int = 64
     requests: int = 16
     model_tokens: int = 256
+    gpu_pages: tuple[int, ...] = ()
+
+    @property
+    def slots(self) -> int:
+        return self.blocks * self.block_tokens
+
+    def page_counts(self) -> PageCounts:
+        cells = [Cells(0, 0, self.block_tokens * SLOT_BYTES)]
+        size = self.slots * SLOT_BYTES
+        return PageCounts(cells, [size], self.blocks, self.slab_blocks, self.page_bytes)
 
 
 class Text:
@@ -62,11 +73,31 @@ class Text:
         return self._signatures[start:end]
 
 
-class SlotMemory:
-    """One range of slots; its pages know whether they are committed."""
+class Pages:
+    """A device's pages; only so many of them are this process's to take."""
 
-    def __init__(self, slots: int, page_bytes: int) -> None:
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.owned = self.used = self.asked = 0
+
+    def supply(self, pages: int) -> int:
+        self.asked += 1
+        self.owned = max(self.owned, min(pages, self.capacity))
+        return self.owned
+
+    def keep(self, pages: int) -> None:
+        self.owned = max(self.used, min(self.owned, pages))
+
+
+class SlotMemory:
+    """One range of slots; its pages know whether they are committed.
+
+    backing: where they must have come from before; None if they need not.
+    """
+
+    def __init__(self, slots: int, page_bytes: int, backing: Pages | None = None) -> None:
         self.page_bytes = page_bytes
+        self.backing = backing
         self.slots = np.zeros(slots, dtype=np.int64)
         self.committed = np.zeros(-(-slots * SLOT_BYTES // page_bytes), dtype=bool)
 
@@ -77,10 +108,17 @@ class SlotMemory:
         pages = self.committed[start // self.page_bytes : -(-end // self.page_bytes)]
         assert not pages.any(), f"bytes {start}-{end} are committed already"
         pages[:] = True
+        self._count()
 
     def release(self, start: int, end: int) -> None:
         self.committed[start // self.page_bytes : -(-end // self.page_bytes)] = False
+        self._count()
         self.slots[start // SLOT_BYTES : -(-end // SLOT_BYTES)] = 0
+
+    def _count(self) -> None:
+        if self.backing is not None:
+            self.backing.used = int(self.committed.sum())
+            assert self.backing.used <= self.backing.owned, "a page that was not promised"
 
     def has(self, slots: np.ndarray) -> bool:
         """Whether the slots lie in committed pages."""
@@ -93,16 +131,31 @@ class Worker:
     """Runs steps in the order in which they were scheduled, told by their SchedulerOutputs."""
 
     def __init__(self, setup: Setup, *, elastic: bool) -> None:
-        slots = setup.blocks * setup.block_tokens
         self._setup, self._elastic = setup, elastic
-        self.memory = SlotMemory(slots, setup.page_bytes)
+        self.devices = [Pages(capacity) for capacity in setup.gpu_pages]
+        # The first one's steps are run; the others carry out the same plans.
+        self.memories = [self._memory(backing) for backing in self.devices or [None]]
+        self.memory = self.memories[0]
         self.memory.committed[:] = not elastic
-        size = slots * SLOT_BYTES
-        cells = [Cells(0, 0, setup.block_tokens * SLOT_BYTES)]
-        self._pool = ElasticPool([self.memory], [size], cells, setup.blocks, setup.slab_blocks)
+        self._pools = [self._elastic_pool(memory) for memory in self.memories]
         self._texts: dict[str, Text] = {}
         self._tables: dict[str, list[list[int]]] = {}
         self.hits = 0  # tokens of new requests found in the prefix cache
+
+    def _memory(self, backing: Pages | None) -> SlotMemory:
+        return SlotMemory(self._setup.slots, self._setup.page_bytes, backing)
+
+    def _elastic_pool(self, memory: SlotMemory) -> ElasticPool:
+        setup = self._setup
+        cells = [Cells(0, 0, setup.block_tokens * SLOT_BYTES)]
+        size = setup.slots * SLOT_BYTES
+        return ElasticPool(
+            [memory], [size], cells, setup.blocks, setup.slab_blocks, memory.backing
+        )
+
+    def supply(self, slabs: int) -> int:
+        """What EngineCore asks of every worker."""
+        return min(pool.supply(slabs) for pool in self._pools)
 
     def run(self, output: Any) -> ModelRunnerOutput:
         """The plan, then the writes of the whole step, then its reads, then sampling."""
@@ -132,7 +185,8 @@ class Worker:
         return ModelRunnerOutput(names, index, sampled_token_ids=sampled)
 
     def apply(self, plan: Any, *, idle: bool) -> None:
-        self._pool.apply(plan, idle=idle)
+        for pool in self._pools:
+            pool.apply(plan, idle=idle)
         each = self._setup.slab_blocks
         for slab in plan.release:
             blocks = range(slab * each, min((slab + 1) * each, self._setup.blocks))

@@ -28,9 +28,11 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvcached_patch.core.footprint import Footprint
 from kvcached_patch.engines import elastic as elastic_side
 from kvcached_patch.engines.budget import Geometry, join
 from kvcached_patch.engines.elastic import Agreement
+from kvcached_patch.engines.page_supply import PageSupply
 from kvcached_patch.engines.vllm_scheduler import agree, elastic_of
 from tests.bare import VERSION, model_dir
 from tests.slots import SLOT_BYTES, Setup, Text, Worker
@@ -116,13 +118,18 @@ def geometry(setup: Setup) -> Geometry:
         block_bytes=setup.block_tokens * SLOT_BYTES,
         least_slabs=1 + -(-most_blocks // setup.slab_blocks),
         in_flight=setup.depth + 1,
+        page_bytes=setup.page_counts().price * setup.page_bytes if setup.gpu_pages else 0,
     )
 
 
-def agreement(setup: Setup) -> Agreement:
-    """The same, with the engine's entry in the ledger."""
+def agreement(setup: Setup, ask: Callable[[int], int] | None = None) -> Agreement:
+    """The same, with the engine's entry in the ledger; `ask`: see `PageSupply`."""
     agreed = geometry(setup)
-    return Agreement(agreed, join(agreed))
+    if ask is None:
+        return Agreement(agreed, join(agreed))
+    pages = setup.page_counts()
+    footprint = Footprint(agreed.in_flight, [] if pages.exact else [pages])
+    return Agreement(agreed, join(agreed), footprint, PageSupply(ask, agreed.in_flight))
 
 
 class _Events(NullEventPublisher):
@@ -144,15 +151,15 @@ class Engine:
         self, setup: Setup, clock: Clock, *, elastic: bool = True, seed: int | None = None
     ) -> None:
         self.setup, self.clock = setup, clock
-        agree(agreement(setup) if elastic else None)
+        self.worker = Worker(setup, elastic=elastic)
+        self._flight: deque[list[Any]] = deque()  # [output, result or None]
+        agree(agreement(setup, self._ask if setup.gpu_pages else None) if elastic else None)
         self.scheduler = make_scheduler(setup)
         self.elastic = elastic_of(self.scheduler)
         assert (self.elastic is not None) is elastic
-        self.worker = Worker(setup, elastic=elastic)
         self.events = self.scheduler.kv_event_publisher = _Events()
         self.requests: dict[str, Request] = {}
         self.trace: list[dict[str, int]] = []  # scheduled tokens of each step
-        self._flight: deque[list[Any]] = deque()  # [output, result or None]
         self._early = None if seed is None else random.Random(seed)
 
     def add(self, prompt: Sequence[int], tokens: int) -> str:
@@ -232,6 +239,11 @@ class Engine:
             if request.status == RequestStatus.FINISHED_ABORTED:
                 wanted = wanted[: len(outputs)]
             assert outputs == wanted, name
+
+    def _ask(self, slabs: int) -> int:
+        """As executors do: a call reaches workers after the steps that were sent before."""
+        self._work(len(self._flight) - 1)
+        return self.worker.supply(slabs)
 
     def _work(self, last: int) -> None:
         for step in list(self._flight)[: last + 1]:
