@@ -23,15 +23,25 @@ def vllm(result: Diagnosis, verdict: Verdict, arguments: Sequence[str]) -> None:
     if found is None:
         return
     result.add("runner", _runner(verdict.installed.version, found["triton"]))
-    pool, device, bounds = found["pool"], found["device"], bounds_asked()
-    if found["missing"]:
-        result.problem("pool", found["missing"], f"set {config.POOL}=auto")
-    elif pool == "static" and bounds:
-        text = f"static memory for device {device} cannot be given back in parts: {bounds}"
-        result.problem("pool", f"{text} is refused", "unset the bound")
-    else:
-        result.add("pool", f"{pool} memory for device {device}")
+    _pool(result, found)
     _arguments(result, found, arguments)
+
+
+def _pool(result: Diagnosis, found: dict[str, Any]) -> None:
+    pool, bounds = found["pool"], bounds_asked()
+    text = f"{pool} memory for device {found['device']}"
+    if found["missing"]:
+        other = "static" if config.load().pool == "auto" else "auto"
+        result.problem("pool", found["missing"], f"set {config.POOL}={other}")
+    elif pool == "static" and bounds:
+        text += f" cannot be given back in parts: {bounds} is refused"
+        result.problem(
+            "pool", text, " or ".join(filter(None, ("unset the bound", found["better"])))
+        )
+    elif found["better"]:
+        result.note("pool", f"{text}: memory once touched stays committed", found["better"])
+    else:
+        result.add("pool", text)
 
 
 def _arguments(result: Diagnosis, found: dict[str, Any], arguments: Sequence[str]) -> None:

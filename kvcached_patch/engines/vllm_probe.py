@@ -17,9 +17,8 @@ from kvcached_patch.seams.apply import armed
 def probe(arguments: Sequence[str] = ()) -> dict[str, Any]:
     """Load vLLM's plugins and every seam's module in this process.
 
-    Returns the device type, whether vLLM has Triton, per armed seam whether it is in place, the
-    kind of memory and what it is missing, and what of ``vllm serve ARGUMENTS`` keeps the cache in
-    place, or why vLLM does not take these arguments.
+    Returns the device type, whether vLLM has Triton, per armed seam whether it is in place; see
+    `_pool`, and `_judged` for `arguments`.
     """
     from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
@@ -43,9 +42,12 @@ def applied() -> dict[str, bool]:
 
 
 def _pool(device: str) -> dict[str, str]:
-    """The kind of memory on this type of device, and what is in its way, or ''."""
+    """The kind of memory for this type of device, what it lacks, and what a better one needs."""
+    import torch
+
     from kvcached_patch.engines.binding import pool_kind
     from kvcached_patch.memory import DEVICE_TYPES, cuda
+    from kvcached_patch.memory.driver import INSTALL, installed
 
     kind = pool_kind(device)
     faults = []
@@ -53,8 +55,11 @@ def _pool(device: str) -> dict[str, str]:
         faults.append(f"vLLM here runs on device {device!r}, this memory on {DEVICE_TYPES[kind]!r}")
     if kind == "cuda" and (missing := cuda.missing()):
         faults.append(missing)
-    text = f"{config.POOL}={config.raw(config.POOL)!r}: {'; '.join(faults)}" if faults else ""
-    return {"pool": kind, "missing": text}
+    text = f"{config.POOL}={config.load().pool!r}: {'; '.join(faults)}" if faults else ""
+    better = ""
+    if kind == "static" and device == "cuda" and torch.version.cuda:
+        better = f"unset {config.POOL}" if installed() else INSTALL
+    return {"pool": kind, "missing": text, "better": better}
 
 
 def _judged(arguments: Sequence[str]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from kvcached_patch.engines import vllm_scheduler
 from kvcached_patch.engines.vllm_static import (
     ELASTIC_CONNECTORS,
     STATIC_CONNECTORS,
+    arguments_static_because,
     static_because,
 )
 from kvcached_patch.errors import ConfigError
@@ -230,6 +231,10 @@ def test_of_configurations_that_vllm_makes_of_arguments(
     reason = static_because(args.create_engine_config())
     assert bool(reason) == bool(expected)
     assert re.search(expected, str(reason))
+    foretold = arguments_static_because(args)
+    assert bool(foretold) == bool(expected)
+    if foretold and foretold.feature != "KV offloading (1 GiB)":  # vLLM then chooses a connector
+        assert foretold == reason
 
 
 def test_every_connector_that_vllm_registers_is_judged() -> None:
