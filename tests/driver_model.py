@@ -3,7 +3,7 @@
 Written from the CUDA Driver API manual ("manual"; CUDA 13), the CUDA Programming Guide's chapter
 on virtual memory ("guide") and allocators in use. Where these leave something open the model takes
 the strict reading, so that what passes here relies on nothing that is not promised. Each rule has
-a test of its name in tests/unit/test_driver_model.py.
+a test of its name in tests/unit/test_driver_*.py.
 
 Contexts
   initialised: before cuInit every call returns NOT_INITIALIZED. [manual: cuInit]
