@@ -45,16 +45,16 @@ def _pool(result: Diagnosis, found: dict[str, Any]) -> None:
 
 
 def _arguments(result: Diagnosis, found: dict[str, Any], arguments: Sequence[str]) -> None:
+    """Say what the arguments mean, without repeating them: there may be keys among them."""
     name = "configuration"
     if not arguments:
         result.add(name, "not judged; `doctor -- ARGUMENTS` does, with those of `vllm serve`")
         return
-    given = f"vllm serve {shlex.join(arguments)}"
     reason = found["static"]
     if found["usage"]:
-        result.problem(name, f"{given}: {found['usage']}", "see `vllm serve --help=all`")
+        result.problem(name, f"vllm serve: {found['usage']}", "see `vllm serve --help=all`")
     elif reason is None:
-        result.add(name, f"{given}: nothing in it keeps the KV cache in place")
+        result.add(name, "nothing in these arguments keeps the KV cache in place")
     else:
         text = f"{reason['feature']}: {reason['why']}; memory once touched stays committed"
         pool = config.load().pool

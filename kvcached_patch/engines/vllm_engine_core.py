@@ -86,7 +86,7 @@ def _stay_in_place(reason: Reason, device_type: str) -> None:
     """
     settings = config.load()
     for name, asked, expected in (
-        (config.POOL, settings.pool == "host", "one of: auto, static"),
+        (config.POOL, settings.pool not in ("auto", "static"), "one of: auto, static"),
         (config.LIMIT, settings.limit is not None, "no bound"),
         (config.BUDGET, settings.budget is not None, "no bound"),
     ):

@@ -14,7 +14,7 @@ NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
 @pytest.mark.parametrize(
     ("arguments", "state", "text"),
     [
-        (["some/model", "--enforce-eager", "--port=80"], "ok", "nothing in it keeps"),
+        (["some/model", "--enforce-eager", "--port=80"], "ok", "nothing in these arguments"),
         (["some/model", "--kv-transfer-config", NIXL], "note", "KV connector NixlConnector: "),
         (["some/model", "--enable-elastic-ep"], "note", "elastic expert parallelism: "),
         (["--enforce-eagerly"], "problem", "unrecognized arguments: --enforce-eagerly"),

@@ -181,6 +181,7 @@ def test_other_configurations_are_elastic(
     ("variable", "value", "expected"),
     [
         ("POOL", "host", "one of: auto, static"),
+        ("POOL", "cuda", "one of: auto, static"),
         ("LIMIT", "1GiB", "no bound"),
         ("BUDGET", "1GiB", "no bound"),
     ],
