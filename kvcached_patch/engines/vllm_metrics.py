@@ -30,7 +30,7 @@ from kvcached_patch.system import descends
 logger = logging.getLogger("vllm.kvcached_patch")
 
 Number = Callable[[EngineRecord], "int | None"]
-_LABELS = ("engine", "device")
+_LABELS = ("device", "engine")
 _GAUGES: dict[str, tuple[str, Number]] = {
     "reserved_bytes": (
         "Address range of the KV cache, in bytes.",
@@ -102,7 +102,7 @@ def _metrics(engines: dict[str, list[EngineRecord]], budgets: dict[str, int]) ->
     yield InfoMetricFamily(
         "kvcached_patch", "Versions, and seams applied of those loaded in this process.", value=info
     )
-    found = [(engine, (engine.name, device)) for device in engines for engine in engines[device]]
+    found = [(engine, (device, engine.name)) for device in engines for engine in engines[device]]
     for name, (text, number) in _GAUGES.items():
         gauge = GaugeMetricFamily(f"kvcached_patch_{name}", text, labels=_LABELS)
         for engine, labels in found:
