@@ -1,0 +1,62 @@
+"""A vLLM plugin by which engines on the CPU use our GPU memory, on a driver made of mmap(2).
+
+What a GPU would do at addresses without access is what the CPU does: the process dies. Only the
+driver's functions and PyTorch's view of the bytes are others; what calls them is the product's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from cuda_emulated.driver import Driver
+from kvcached_patch import memory
+from kvcached_patch.memory import cuda
+from kvcached_patch.memory.device_pages import DevicePages
+from kvcached_patch.memory.mapped_range import MappedRange
+
+_driver: Driver | None = None
+
+
+def load() -> Driver:
+    global _driver
+    _driver = _driver or Driver()
+    return _driver
+
+
+class EmulatedMemory(MappedRange):
+    """`CudaMemory` on the CPU, whose steps are done when they return."""
+
+    kind = "cuda"
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        assert device.type == "cpu"
+        super().__init__(_pages(), nbytes, lambda: 0)
+        self.tensor = torch.frombuffer(_buffer(self.address, nbytes), dtype=torch.int8)
+
+
+def _buffer(address: int, nbytes: int) -> Any:
+    return (ctypes.c_int8 * nbytes).from_address(address)
+
+
+def _pages() -> DevicePages:
+    return cuda.pages_of(0)
+
+
+def register() -> None:
+    """What vLLM calls in each of its processes."""
+    memory.DEVICE_TYPES["cuda"] = "cpu"
+    cuda.load = load
+    cuda.CudaMemory = EmulatedMemory  # type: ignore[misc,assignment]
+
+
+def owned(worker: Any) -> dict[str, int]:
+    """A probe: bytes of this worker's pages, by what is done with them, and of the device's."""
+    pages = _pages()
+    return {
+        "owned": pages.owned * pages.page_bytes,
+        "used": load().used(),
+        "page": pages.page_bytes,
+    }
