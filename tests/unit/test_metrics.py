@@ -1,10 +1,15 @@
-"""What is counted for /metrics: slabs when their pages come and go, and how long going takes."""
+"""What /metrics shows: slabs when their pages come and go, how long going takes, whose they are."""
 
 from __future__ import annotations
+
+import os
+import signal
+import subprocess
 
 from kvcached_patch.core.footprint import Footprint
 from kvcached_patch.core.pages import Plan
 from kvcached_patch.core.totals import RELEASE_BOUNDS, Totals
+from kvcached_patch.system import descends
 
 
 def bucket(totals: Totals) -> float:
@@ -41,3 +46,21 @@ def test_pages_that_were_never_given_back_are_not_counted() -> None:
     footprint.follow(Plan(2, commit=(1,)), 12.0)
     footprint.settle(13.0)
     assert footprint.totals == Totals(committed=2)
+
+
+def test_a_process_descends_from_itself_and_its_ancestors_only() -> None:
+    """A server's engines are told from others' by that."""
+    with subprocess.Popen(
+        ["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True
+    ) as shell:
+        assert shell.stdout is not None
+        grandchild = int(shell.stdout.readline())
+        try:
+            assert descends(grandchild, grandchild)
+            assert descends(grandchild, shell.pid)
+            assert descends(grandchild, os.getpid())
+            assert not descends(os.getpid(), shell.pid)
+            assert not descends(shell.pid, grandchild)
+        finally:
+            os.kill(grandchild, signal.SIGKILL)
+    assert not descends(shell.pid, os.getpid())
