@@ -1,9 +1,8 @@
-"""``kvcached-patch doctor`` where vLLM is installed."""
+"""``kvcached-patch doctor`` where vLLM is installed; what is broken is in test_doctor_setups.py."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from packaging.version import Version
 
 from kvcached_patch.seams.manifest import load_manifest
 from tests.fresh import python
-from tests.overlay import overlay
 
 SEAMS = len(load_manifest("vllm").seams_in(Version("0.32.0")))
 DOCTOR = ("-m", "kvcached_patch", "doctor")
@@ -46,12 +44,15 @@ def test_text_says_the_same() -> None:
     assert "expected  (kv_cache_config, device, layout, kernel_block_sizes=None)" in done.stdout
 
 
+def test_text_says_what_to_do() -> None:
+    assert "to do: set KVCACHED_PATCH=1\n" in python(*DOCTOR, "--static").stdout
+
+
 @pytest.mark.parametrize(
     ("variables", "name", "message"),
     [
         ({}, "toggle", "KVCACHED_PATCH is not set"),
         ({"KVCACHED_PATCH": "off"}, "toggle", "'off' (from the environment): vLLM runs unpatched"),
-        ({"KVCACHED_PATCH": "2"}, "toggle", "KVCACHED_PATCH='2': bad value"),
     ],
 )
 def test_inactive(variables: dict[str, str], name: str, message: str) -> None:
@@ -64,38 +65,6 @@ def test_plugin_left_out_by_the_allowlist_is_told() -> None:
     code, report = doctor("--static", KVCACHED_PATCH="1", VLLM_PLUGINS="other")
     assert code == 0, "the .pth is enough"
     assert "VLLM_PLUGINS='other' leaves kvcached_patch out" in text_of(report, "door: plugin")
-
-
-def test_changed_vllm_is_told(tmp_path: Path) -> None:
-    change = (
-        "def initialize_from_config(self, kv_cache_configs: list",
-        "def initialize_from_config(self, configs: list",
-    )
-    tree = overlay(tmp_path, {"v1/executor/abstract.py": change})
-    code, report = doctor(KVCACHED_PATCH="1", PYTHONPATH=str(tree))
-    assert code == 1
-    assert "seam engine-core-proof differs" in text_of(report, "seams")
-    bad = [seam for seam in report["seams"] if not seam["ok"]]
-    assert [seam["id"] for seam in bad] == ["engine-core-proof"]
-    assert bad[0]["found"] == "(self, configs)"
-
-
-def test_another_plugin_on_a_seam_is_named(tmp_path: Path) -> None:
-    (tmp_path / "rival.py").write_text(
-        "def patch():\n"
-        "    import vllm.v1.worker.utils as utils\n"
-        "    original = utils.allocate_kv_cache\n"
-        "    utils.allocate_kv_cache = lambda *a, **k: original(*a, **k)\n"
-    )
-    info = tmp_path / "rival-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rival\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\na_rival = rival:patch\n")
-    (info / "RECORD").write_text("rival.py,,\nrival-1.0.dist-info/METADATA,,\n")
-    code, report = doctor(KVCACHED_PATCH="1", PYTHONPATH=str(tmp_path))
-    assert code == 1
-    assert "rival 1.0 names seam allocate" in text_of(report, "other plugin")
-    assert "is wrapped by rival" in text_of(report, "import of vLLM")
 
 
 def test_bad_usage() -> None:

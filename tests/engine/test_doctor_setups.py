@@ -23,10 +23,11 @@ TESTED = "install a tested release (0.23.0, "
 
 @dataclass
 class Report:
-    """How doctor ended, and what it found under each name."""
+    """How doctor ended, and what it found: under each name, and of each seam."""
 
     code: int
     findings: dict[str, dict[str, str]]
+    seams: list[dict[str, Any]]
 
     def says(self, name: str, state: str, text: str, remedy: str) -> None:
         """One finding has this state, this in its text, and this in its remedy."""
@@ -53,7 +54,8 @@ def doctor(
     )
     report: dict[str, Any] = json.loads(done.stdout)
     assert report["active"] is (done.returncode == 0)
-    return Report(done.returncode, {each["name"]: each for each in report["findings"]})
+    findings = {each["name"]: each for each in report["findings"]}
+    return Report(done.returncode, findings, report["seams"])
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +162,7 @@ def test_drifted_seam(tmp_path: Path) -> None:
         "expected (self, kv_cache_configs); found (self, configs)"
     )
     report.says("seams", "problem", text, TESTED)
+    assert [each["id"] for each in report.seams if not each["ok"]] == ["engine-core-proof"]
 
 
 def test_other_plugin(twin: Path, tmp_path: Path) -> None:
