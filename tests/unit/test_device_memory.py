@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from ctypes.util import find_library
 from typing import Any
 
 import pytest
@@ -196,8 +197,7 @@ def survives(gpu: Gpu, call: Callable[[], object]) -> None:
         gpu.driver.fail_at(k, CUresult.CUDA_ERROR_UNKNOWN)
         try:
             call()
-        except DriverError as error:
-            assert "CUDA_ERROR_UNKNOWN" in str(error)
+        except DriverError:
             gpu.range.fence()
             assert gpu.state() == before
         else:
@@ -281,10 +281,11 @@ def test_starting_survives_failure_at_every_call(k: int) -> None:
 
 
 def test_without_a_driver_it_is_said_what_is_missing() -> None:
-    try:
-        load()
-    except DriverError as error:
-        assert "NVIDIA's driver library: not found" in str(error) or "cuInit" in str(error)
+    if find_library("cuda"):
+        assert load().__name__ == "cuda.bindings.driver"
+    else:
+        with pytest.raises(DriverError, match=r"NVIDIA's driver library: not found \("):
+            load()
 
 
 class Engine:
