@@ -63,12 +63,13 @@ class Elastic:
         # From 0.24: the further hashes of blocks. From 0.30: free blocks that are still read.
         self._hashes = getattr(block_pool, "cached_block_hashes_by_block", {})
         self._watched = getattr(block_pool, "_reuse_watchers", {})
+        self._clock = time.monotonic
         self.queue = block_pool.free_block_queue = page_aware(
             block_pool.free_block_queue,
             block_pool.blocks,
             geometry.slab_blocks,
             self._kept_of,
-            time.monotonic,
+            self._clock,
         )
         self.budget = agreement.budget
         self._trimming = Trimming(agreement.budget, geometry.in_flight)
@@ -136,7 +137,7 @@ class Elastic:
 
     def applied(self) -> None:
         """All releases are in force: their bytes are others' to take."""
-        self._footprint.settle(time.monotonic())
+        self._footprint.settle(self._clock())
         if self._supply is not None:
             self._supply.applied()
         self._settle(spare=0)
@@ -249,7 +250,7 @@ class Elastic:
         if self._supply is None:
             return count
         had = self._backed + room
-        return max(self._supply.grow(had + count, time.monotonic()) - had, 0)
+        return max(self._supply.grow(had + count, self._clock()) - had, 0)
 
     def _may_hold(self, slabs: int) -> bool:
         share = self._ask_share()
@@ -338,7 +339,7 @@ class Elastic:
         if retain.seconds is None and retain.nbytes is None:
             return
         most = None if retain.nbytes is None else retain.nbytes // self._block_bytes
-        before = None if retain.seconds is None else time.monotonic() - retain.seconds
+        before = None if retain.seconds is None else self._clock() - retain.seconds
         for block in queue.kept():
             over = most is not None and queue.kept_count > most
             old = before is not None and queue.freed_at[block.block_id] <= before
