@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -62,11 +63,14 @@ def test_two_data_parallel_ranks(engines: Pair, tmp_path: Path) -> None:
         for prompts, tokens in batches:
             assert server.complete(prompts, max_tokens=len(tokens[0])) == tokens
         answered = server.answered()
+        metrics = server.ask("/metrics")
         left = until(lambda: sum(resident for _, resident in kv_caches(server.process.pid)))
         caches = len(kv_caches(server.process.pid))
         done = python("-m", "kvcached_patch", "top", "--json", XDG_RUNTIME_DIR=str(tmp_path))
 
     assert answered.keys() == {"0", "1"}
+    engines_shown = re.findall(r'^kvcached_patch_committed_bytes{.*"(.*)"}', metrics, re.MULTILINE)
+    assert sorted(engines_shown) == ["llama", "llama-2"]
     assert min(answered.values()) >= 3, "one rank did nearly everything"
     assert caches == 2
     assert left <= LEAST_BYTES
