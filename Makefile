@@ -5,6 +5,7 @@
 # A lane is the list of test files in manifests/tests/LANE.txt.
 
 VLLM   ?= 0.32.0
+PYTHON ?= python3
 MATRIX ?= 0.23.0 0.24.0 0.26.0 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0
 MAXTEXT ?= 0.2.3 0.2.4
 TPU     ?= 0.27.0 0.28.0
@@ -17,7 +18,7 @@ lane     = -m pytest -q --durations=5 $$(cat manifests/tests/$(1).txt)
 # Two workers, each with whole test files: most tests are one process on one thread.
 TWO      = -n 2 --dist loadfile
 
-.PHONY: demo demo-maxtext test unit install-proofs engine jax jax-releases matrix ran support lint \
+.PHONY: demo demo-maxtext test unit install-proofs engine jax jax-releases matrix gpu ran support lint \
         bench seams overhead dev venv-jax
 
 demo: venv-$(VLLM)
@@ -53,6 +54,10 @@ matrix: $(addprefix matrix-,$(MATRIX)) $(addprefix several-,$(MATRIX)) ran
 
 matrix-%: venv-%
 	.venvs/vllm-$*/bin/python $(call lane,matrix) $(TWO) --junitxml=out/matrix/$*.xml
+
+# On a machine with an NVIDIA GPU, in any Python with torch, Triton and cuda-bindings.
+gpu:
+	$(PYTHON) -m tests.gpu
 
 several-%: venv-%
 	.venvs/vllm-$*/bin/python $(call lane,several)

@@ -50,9 +50,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         monkeypatch.setattr(torch.accelerator, name, answer, raising=False)
     # Up to 0.27.
     monkeypatch.setattr(type(current_platform), "mem_get_info", device.info, raising=False)
-    monkeypatch.setattr(
-        type(current_platform), "is_integrated_gpu", lambda *_: False, raising=False
-    )
+    integrated = {"name": "is_integrated_gpu", "value": lambda *_: False}
+    monkeypatch.setattr(type(current_platform), raising=False, **integrated)
     return device
 
 

@@ -1,0 +1,27 @@
+"""One whole engine on the GPU, if this environment has a vLLM for it."""
+
+from __future__ import annotations
+
+import unittest
+from importlib.util import find_spec
+from typing import Any
+
+from tests.gpu import measured
+
+
+def test_an_engine_end_to_end() -> None:
+    """The same tokens as stock's, from memory that comes and goes."""
+    if find_spec("vllm") is None:
+        raise unittest.SkipTest("no vLLM in this environment")
+    from tests.parity import prompts, run
+
+    job: dict[str, Any] = {
+        "engine": {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "enforce_eager": False},
+        "batches": [prompts(), prompts()],
+    }
+    stock = run("gpu", "llama", patched=False, **job)
+    patched = run("gpu", "llama", patched=True, **job)
+    assert patched.result["tokens"] == stock.result["tokens"]
+    report = patched.report()
+    assert report["pool"] == "cuda"
+    measured.FOUND["engine"] = {key: report[key] for key in ("runner", "device", "page_bytes")}
