@@ -78,23 +78,33 @@ class LedgerCollector(Collector):
         return list(_metrics({}, {}))
 
     def collect(self) -> list[Metric]:
-        """All metrics; without samples where a ledger cannot be read, which is said once."""
+        """All metrics; without samples of a ledger that cannot be read, which is said once."""
         engines: dict[str, list[EngineRecord]] = {}
         budgets: dict[str, int] = {}
+        problem: LedgerError | None = None
         try:
-            for device in devices(self._directory):
-                ledger = Ledger(ledger_path(self._directory, device))
-                live = [engine for engine in ledger.engines() if engine.alive]
-                engines[device] = [each for each in live if descends(each.pid, os.getpid())]
-                total = ledger.total
-                if engines[device] and total is not None:
-                    budgets[device] = total
-            self._faulty = False
+            names = devices(self._directory)
         except LedgerError as error:
-            if not self._faulty:
-                logger.warning("kvcached-patch: /metrics lacks what the ledger says: %s", error)
-            self._faulty = True
+            names, problem = [], error
+        for device in names:
+            ledger = Ledger(ledger_path(self._directory, device))
+            try:
+                mine, total = _engines_of_this_process(ledger), ledger.total
+            except LedgerError as error:
+                problem = error
+                continue
+            engines[device] = mine
+            if mine and total is not None:
+                budgets[device] = total
+        if problem and not self._faulty:
+            logger.warning("kvcached-patch: /metrics lacks what the ledger says: %s", problem)
+        self._faulty = problem is not None
         return list(_metrics(engines, budgets))
+
+
+def _engines_of_this_process(ledger: Ledger) -> list[EngineRecord]:
+    live = [engine for engine in ledger.engines() if engine.alive]
+    return [engine for engine in live if descends(engine.pid, os.getpid())]
 
 
 def _metrics(engines: dict[str, list[EngineRecord]], budgets: dict[str, int]) -> Iterator[Metric]:

@@ -91,14 +91,26 @@ def test_engines_of_other_servers_are_not_shown(ledger: Ledger) -> None:
     assert [line.partition(" ")[0] for line in shown] == ["kvcached_patch_info"]
 
 
-def test_a_ledger_that_cannot_be_read_is_said_once(
+def test_a_ledger_that_cannot_be_read_is_said_once_and_hides_no_other(
     ledger: Ledger, caplog: pytest.LogCaptureFixture
 ) -> None:
+    other = Ledger(ledger_path(ledger.path.parent, "host"))
     ledger.join("a")
+    other.join("a")
     ledger.path.chmod(0o644)
     collector = LedgerCollector(ledger.path.parent)
-    assert [scrape(collector).keys() for _ in range(3)] == [{"info"}] * 3
+    shown = [scrape(collector)["committed_bytes"] for _ in range(3)]
+    assert shown == [{("host", "a"): 0}] * 3
     assert len(caplog.messages) == 1
-    assert "/metrics lacks what the ledger says: ledger" in caplog.text
+    assert f"/metrics lacks what the ledger says: ledger {ledger.path}" in caplog.text
     ledger.path.chmod(0o600)
-    assert "committed_bytes" in scrape(collector)
+    assert len(scrape(collector)["committed_bytes"]) == 2
+
+
+def test_a_directory_that_is_not_ours_leaves_the_versions(
+    ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger.path.parent.mkdir()
+    ledger.path.parent.chmod(0o755)
+    assert scrape(LedgerCollector(ledger.path.parent)).keys() == {"info"}
+    assert f"ledger {ledger.path.parent}: found a directory" in caplog.text
