@@ -21,7 +21,6 @@ POOL = "KVCACHED_PATCH_POOL"
 RETAIN = "KVCACHED_PATCH_RETAIN"
 LIMIT = "KVCACHED_PATCH_LIMIT"
 BUDGET = "KVCACHED_PATCH_BUDGET"
-VARIABLES = (TOGGLE, POOL, RETAIN, LIMIT, BUDGET)
 
 
 class Mode(Enum):
@@ -33,9 +32,55 @@ class Mode(Enum):
 
 
 _SWITCH = {"": Mode.OFF, "0": Mode.OFF, "off": Mode.OFF, "1": Mode.ON, "on": Mode.ON}
+SWITCH_FORMS = ("0", "off", "1", "on")
 POOL_KINDS = ("auto", "host", "cuda", "static")
 SIZE_FORMS = ("a size such as 512MiB or 2GiB",)
 RETAIN_FORMS = ("all", "none", "a size such as 2GiB", "a duration such as 90s or 5min")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A variable as people are told of it; `default`: what holds where it is unset or empty."""
+
+    name: str
+    values: tuple[str, ...]
+    default: str
+    meaning: str
+
+
+SETTINGS = (
+    Setting(
+        TOGGLE,
+        (*SWITCH_FORMS, "auto"),
+        "0",
+        "0, off: nothing of the plugin is imported. 1, on: vLLM is patched completely or does not "
+        "start. auto: patched where everything matches, else stock vLLM and one warning that says "
+        "why",
+    ),
+    Setting(
+        POOL,
+        POOL_KINDS,
+        "auto",
+        "where the KV cache's memory comes from. host: page by page, on CPUs. cuda: page by page, "
+        "on NVIDIA GPUs, with cuda-bindings. static: one allocation that stays, on any device. "
+        "auto: host or cuda where it serves, else static",
+    ),
+    Setting(
+        RETAIN,
+        RETAIN_FORMS,
+        "60s",
+        "how long, or how much, prefix cache that no request uses keeps its memory",
+    ),
+    Setting(LIMIT, SIZE_FORMS, "no limit", "the most that this engine may commit, on each device"),
+    Setting(
+        BUDGET,
+        SIZE_FORMS,
+        "as it is",
+        "the most that all engines of this user may commit together, on each device; the first "
+        "engine sets it",
+    ),
+)
+VARIABLES = tuple(setting.name for setting in SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -65,7 +110,7 @@ def parse_switch(name: str, value: str, *, auto: bool = False) -> Mode:
     if auto and word == "auto":
         return Mode.AUTO
     if word not in _SWITCH:
-        raise ConfigError(_expected(name, value, ["0", "off", "1", "on", *(["auto"] * auto)]))
+        raise ConfigError(_expected(name, value, SWITCH_FORMS + ("auto",) * auto))
     return _SWITCH[word]
 
 
@@ -107,9 +152,7 @@ def raw(name: str, environ: Mapping[str, str] | None = None) -> str | None:
     return (os.environ if environ is None else environ).get(name)
 
 
-def _expected(
-    name: str, value: str, allowed: tuple[str, ...] | list[str], what: str = "bad value"
-) -> str:
+def _expected(name: str, value: str, allowed: tuple[str, ...], what: str = "bad value") -> str:
     return f"{name}={value!r}: {what}; expected one of: {', '.join(allowed)}"
 
 

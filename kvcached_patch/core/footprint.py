@@ -20,8 +20,9 @@ class Footprint:
     def __init__(self, in_flight: int, workers: Sequence[PageCounts] = ()) -> None:
         """Start with nothing committed; `totals` counts slabs.
 
-        in_flight: plans that some worker may not have carried out yet; what one releases is in
-        force when the next is applied (`ElasticPool`, P2). workers: those whose slabs share pages.
+        in_flight: plans whose releases may not be in force yet: one more than workers may have
+        before them, since what one releases is in force when the next is applied (`ElasticPool`,
+        P2). workers: those whose slabs share pages.
         """
         self._workers = tuple(workers)
         self._committed: set[int] = set()

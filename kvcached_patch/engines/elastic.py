@@ -78,6 +78,7 @@ class Elastic:
         self._published = 0.0
         self._hits = HitCount()
         self._ask_share()
+        self.budget.hold(self._backed)
         if supply is not None and supply.grow(self._backed, 0.0) < self._backed:
             raise PoolExhausted(
                 f"the device has pages for {supply.slabs} slabs of {geometry.slab_bytes} bytes; "

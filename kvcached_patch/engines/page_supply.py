@@ -23,7 +23,7 @@ class PageSupply:
         """Begin with none.
 
         ask: has every worker own pages for so many slabs in all, and returns for how many the
-        worker with the fewest does. in_flight: plans that may be on their way at once.
+        worker with the fewest does. in_flight: plans that some worker may not have carried out yet.
         """
         self._ask = ask
         self.slabs = 0

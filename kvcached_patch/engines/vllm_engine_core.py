@@ -119,8 +119,9 @@ def _divide(executor: Any, kv_cache_config: Any, reports: list[dict[str, Any]]) 
     slab_blocks = max(LEAST_SLAB_BLOCKS, *(found["min_slab_blocks"] for found in reports))
     blocks = _blocks_of_longest(executor.vllm_config, kv_cache_config)
     pages = [_page_counts(found, kv_cache_config.num_blocks, slab_blocks) for found in reports]
-    # vLLM keeps a batch for each pipeline stage in flight, and one more when asynchronous.
-    in_flight = executor.parallel_config.pipeline_parallel_size + 1
+    # vLLM keeps a batch for each pipeline stage in flight, and one more when asynchronous
+    # (VllmConfig.max_concurrent_batches); a release is in force one plan later than it is made.
+    in_flight = executor.parallel_config.pipeline_parallel_size + 2
     by_device: dict[tuple[bool, str], list[int]] = {}
     for rank, found in enumerate(reports):
         here = found["machine"] == socket.gethostname()

@@ -110,7 +110,7 @@ def test_the_plugin_door_without_vllm_does_nothing(value: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("", "maybe"), ("_POOL", "lake"), ("_POLL", "host"), ("_POOL", "cuda")]
+    ("name", "value"), [("", "maybe"), ("_POOL", "lake"), ("_POLL", "host"), ("_POOL", "gpu")]
 )
 def test_a_bad_setting_is_refused_again_and_again(name: str, value: str) -> None:
     found = output("-c", PLUGIN, **({"KVCACHED_PATCH": "1"} | {f"KVCACHED_PATCH{name}": value}))
