@@ -162,7 +162,7 @@ def test_another_tool_on_a_seam_is_named_and_refused(tmp_path: Path) -> None:
         ({"KVCACHED_PATCH": "yes"}, "KVCACHED_PATCH='yes': bad value; expected one of: 0, off, 1"),
         (
             {"KVCACHED_PATCH": "1", "KVCACHED_PATCH_POOL": "disk"},
-            "KVCACHED_PATCH_POOL='disk': bad value; expected one of: auto, host, static",
+            "KVCACHED_PATCH_POOL='disk': bad value; expected one of: auto, host, cuda, static",
         ),
         (
             {"KVCACHED_PATCH": "1", "KVCACHED_PATCH_POOLS": "host"},
