@@ -1,4 +1,4 @@
-# make demo · make test · make matrix · make bench · make lint · make overhead
+# make figure · make demo · make test · make matrix · make bench · make lint · make overhead
 # make demo-maxtext · make jax-releases (MaxText on tpu-inference) · make seams
 #
 # Every target builds the virtual environments it needs (tools/venv.py; PYTHON chooses the Python).
@@ -18,8 +18,13 @@ lane     = -m pytest -q --durations=5 $$(cat manifests/tests/$(1).txt)
 # Two workers, each with whole test files: most tests are one process on one thread.
 TWO      = -n 2 --dist loadfile
 
-.PHONY: demo demo-maxtext test unit install-proofs engine jax jax-releases matrix gpu ran support lint \
-        bench seams overhead dev venv-jax
+.PHONY: figure demo demo-maxtext test unit install-proofs engine jax jax-releases matrix gpu ran \
+        support lint bench seams overhead dev venv-jax
+
+# Memory over time, stock against patched, measured here: the README's first figure.
+figure: dev venv-$(VLLM)
+	@$(ENGINE)/bin/python -m bench.reclaim --results out/figure
+	@$(DEV)/bin/python -m bench.figure out/figure
 
 demo: venv-$(VLLM)
 	@$(ENGINE)/bin/python -m tools.demo
