@@ -17,21 +17,8 @@ def connect(
 ) -> None:
     """``MPClient.__init__``: made once in each front-end process whose EngineCore is another."""
     # Here, since other processes import MPClient, too, but have no metrics.
-    from prometheus_client import REGISTRY
-
     from kvcached_patch.engines.vllm_metrics import register
 
     logger.info("kvcached-patch %s active: front end, seams applied: %s", __version__, tally())
     wrapped(*args, **kwargs)
-    register(REGISTRY)
-
-
-def metrics_registry(
-    wrapped: Callable[..., Any], instance: None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """``get_prometheus_registry``: what ``/metrics`` shows; one of its own for several servers."""
-    from kvcached_patch.engines.vllm_metrics import register
-
-    registry = wrapped(*args, **kwargs)
-    register(registry)
-    return registry
+    register()

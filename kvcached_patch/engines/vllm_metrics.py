@@ -7,11 +7,9 @@ import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import accumulate
-from multiprocessing import parent_process
 from pathlib import Path
 
-import vllm
-from prometheus_client import CollectorRegistry
+from prometheus_client import REGISTRY
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -20,6 +18,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 from prometheus_client.registry import Collector
+from vllm.version import __version__ as vllm_version
 
 from kvcached_patch import __version__, config
 from kvcached_patch.core.totals import RELEASE_BOUNDS
@@ -67,12 +66,11 @@ _COUNTERS: dict[str, tuple[str, Number]] = {
 
 
 class LedgerCollector(Collector):
-    """Reads the ledgers at each scrape; of their engines, those of one server."""
+    """Reads the ledgers at each scrape; of their engines, those that this process started."""
 
-    def __init__(self, directory: Path, server: int) -> None:
-        """`directory`: where the ledgers of this user are; `server`: the pid it started with."""
+    def __init__(self, directory: Path) -> None:
+        """`directory`: where the ledgers of this user are."""
         self._directory = directory
-        self._server = server
         self._faulty = False
 
     def describe(self) -> list[Metric]:
@@ -91,7 +89,7 @@ class LedgerCollector(Collector):
         for device in names:
             ledger = Ledger(ledger_path(self._directory, device))
             try:
-                mine, total = self._mine(ledger), ledger.total
+                mine, total = _engines_of_this_process(ledger), ledger.total
             except LedgerError as error:
                 problem = error
                 continue
@@ -103,13 +101,14 @@ class LedgerCollector(Collector):
         self._faulty = problem is not None
         return list(_metrics(engines, budgets))
 
-    def _mine(self, ledger: Ledger) -> list[EngineRecord]:
-        live = [engine for engine in ledger.engines() if engine.alive]
-        return [engine for engine in live if descends(engine.pid, self._server)]
+
+def _engines_of_this_process(ledger: Ledger) -> list[EngineRecord]:
+    live = [engine for engine in ledger.engines() if engine.alive]
+    return [engine for engine in live if descends(engine.pid, os.getpid())]
 
 
 def _metrics(engines: dict[str, list[EngineRecord]], budgets: dict[str, int]) -> Iterator[Metric]:
-    info = {"version": __version__, "vllm": vllm.__version__, "seams": tally()}
+    info = {"version": __version__, "vllm": vllm_version, "seams": tally()}
     yield InfoMetricFamily(
         "kvcached_patch", "Versions, and seams applied of those loaded in this process.", value=info
     )
@@ -148,8 +147,6 @@ def _metrics(engines: dict[str, list[EngineRecord]], budgets: dict[str, int]) ->
 
 
 @cache
-def register(registry: CollectorRegistry) -> None:
-    """Have a registry show the ledger; once, however often it is asked for."""
-    # Of several API servers each is a process that vLLM's first one started, as engines are.
-    server = os.getpid() if parent_process() is None else os.getppid()
-    registry.register(LedgerCollector(config.ledger_dir(), server))
+def register() -> None:
+    """Have this process's metrics show the ledger; once, however many clients it makes."""
+    REGISTRY.register(LedgerCollector(config.ledger_dir()))

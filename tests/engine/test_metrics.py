@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,10 @@ from tests.fresh import output
 from tests.ledgers import Engine
 
 SHOW = """
-import os, sys
+import sys
 from pathlib import Path
 from kvcached_patch.engines.vllm_metrics import LedgerCollector
-for metric in LedgerCollector(Path(sys.argv[1]), os.getpid()).collect():
+for metric in LedgerCollector(Path(sys.argv[1])).collect():
     for sample in metric.samples:
         print(sample.name, *sample.labels.values())
 """
@@ -52,7 +51,7 @@ def test_every_number_of_an_engine(ledger: Ledger) -> None:
     totals.count_release(5, 0.004)
     totals.count_release(1, 7.0)
     account.publish(cached=100, totals=totals)
-    found = scrape(LedgerCollector(ledger.path.parent, os.getpid()))
+    found = scrape(LedgerCollector(ledger.path.parent))
     (info,) = found.pop("info")
     buckets = found.pop("release_seconds_bucket")
     assert found.pop("budget_bytes") == {("GPU-1",): 1000}
@@ -68,7 +67,7 @@ def test_every_number_of_an_engine(ledger: Ledger) -> None:
 
 def test_without_limit_and_budget_there_are_no_such_samples(ledger: Ledger) -> None:
     ledger.join("a")
-    found = scrape(LedgerCollector(ledger.path.parent, os.getpid()))
+    found = scrape(LedgerCollector(ledger.path.parent))
     assert found["committed_bytes"] == {("GPU-1", "a"): 0}
     assert not {"limit_bytes", "budget_bytes"} & found.keys()
 
@@ -78,10 +77,10 @@ def test_engines_of_this_process_are_shown_on_every_device(ledger: Ledger) -> No
     with Engine(ledger.path, "a", 5) as a, Engine(other.path, "a", 6) as b:
         a.ready()
         b.ready()
-        found = scrape(LedgerCollector(ledger.path.parent, os.getpid()))
+        found = scrape(LedgerCollector(ledger.path.parent))
         assert found["committed_bytes"] == {("GPU-1", "a"): 5, ("host", "a"): 6}
         b.kill()
-        found = scrape(LedgerCollector(ledger.path.parent, os.getpid()))
+        found = scrape(LedgerCollector(ledger.path.parent))
         assert found["committed_bytes"] == {("GPU-1", "a"): 5}
 
 
@@ -99,7 +98,7 @@ def test_a_ledger_that_cannot_be_read_is_said_once_and_hides_no_other(
     ledger.join("a")
     other.join("a")
     ledger.path.chmod(0o644)
-    collector = LedgerCollector(ledger.path.parent, os.getpid())
+    collector = LedgerCollector(ledger.path.parent)
     shown = [scrape(collector)["committed_bytes"] for _ in range(3)]
     assert shown == [{("host", "a"): 0}] * 3
     assert len(caplog.messages) == 1
@@ -113,5 +112,5 @@ def test_a_directory_that_is_not_ours_leaves_the_versions(
 ) -> None:
     ledger.path.parent.mkdir()
     ledger.path.parent.chmod(0o755)
-    assert scrape(LedgerCollector(ledger.path.parent, os.getpid())).keys() == {"info"}
+    assert scrape(LedgerCollector(ledger.path.parent)).keys() == {"info"}
     assert f"ledger {ledger.path.parent}: found a directory" in caplog.text
