@@ -9,6 +9,7 @@ from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
+import vllm
 from prometheus_client import REGISTRY
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -18,7 +19,6 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 from prometheus_client.registry import Collector
-from vllm.version import __version__ as vllm_version
 
 from kvcached_patch import __version__, config
 from kvcached_patch.core.totals import RELEASE_BOUNDS
@@ -108,7 +108,7 @@ def _engines_of_this_process(ledger: Ledger) -> list[EngineRecord]:
 
 
 def _metrics(engines: dict[str, list[EngineRecord]], budgets: dict[str, int]) -> Iterator[Metric]:
-    info = {"version": __version__, "vllm": vllm_version, "seams": tally()}
+    info = {"version": __version__, "vllm": vllm.__version__, "seams": tally()}
     yield InfoMetricFamily(
         "kvcached_patch", "Versions, and seams applied of those loaded in this process.", value=info
     )
