@@ -6,15 +6,17 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import vllm
 from packaging.version import Version
 
 from tests.lanes import ROOT
-from tests.matrix.pairs import Pair, pair
+from tests.matrix.pairs import ENVIRONMENT, Pair, pair
 from tests.matrix.shapes import SHAPES
-from tests.parity import OUT
+from tests.parity import OUT, REPORT, run
+from tools.tiny_model import write_model
 
 FOLDER = f"v2-{vllm.__version__}"
 # Put there by tools/venv.py: on the environment's own path it would also serve the other tests.
@@ -38,19 +40,24 @@ def metadata() -> Path:
     return folder
 
 
+SCENE = "tests.matrix.shapes:shapes"
+
+
+def environment(*paths: Path) -> dict[str, str]:
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(
+            map(str, [TRITON, ROOT / "tests" / "interpreted", metadata(), *paths])
+        ),
+    }
+
+
 @pytest.fixture(scope="module")
 def engines() -> Pair:
-    paths = [TRITON, ROOT / "tests" / "interpreted", metadata()]
-    return pair(
-        FOLDER,
-        "tests.matrix.shapes:shapes",
-        models=("llama", "gemma3n"),
-        job={"shapes": ["gqa", "gemma3n"]},
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_USE_V2_MODEL_RUNNER="1",
-        TRITON_INTERPRET="1",
-        PYTHONPATH=os.pathsep.join(map(str, paths)),
-    )
+    job = {"shapes": ["gqa", "gemma3n"]}
+    return pair(FOLDER, SCENE, models=("llama", "gemma3n"), job=job, **environment())
 
 
 @pytest.mark.parametrize("name", ["gqa", "gemma3n"])
@@ -66,3 +73,32 @@ def test_kvcached_494_the_v2_runner_is_served(
 
 def test_sharing_layers_write_nothing(engines: Pair) -> None:
     engines.same_contents("gemma3n")
+
+
+def test_the_v2_runner_on_an_emulated_gpu(engines: Pair, tmp_path: Path) -> None:
+    """See tests/emulated: memory of the kind that GPUs have."""
+    patched = run(
+        f"{FOLDER}-gpu",
+        "gemma3n",
+        patched=True,
+        call=SCENE,
+        models={"gemma3n": str(write_model("gemma3n", OUT / "models"))},
+        shapes=["gemma3n"],
+        elastic=True,
+        env={
+            **ENVIRONMENT,
+            **environment(ROOT / "tests" / "emulated"),
+            "KVCACHED_PATCH_POOL": "cuda",
+            "CUDA_EMULATED_USED": str(tmp_path / "used"),
+            "CUDA_EMULATED_CAPACITY": str(1 << 30),
+        },
+    ).result["gemma3n"]
+    (report,) = patched["probes"][REPORT]
+    assert (report["runner"], report["pool"]) == ("V2", "cuda")
+    stock = engines.stock.result["gemma3n"]
+    assert tokens(patched) == tokens(stock)
+    assert {key: patched["contents"][key] for key in stock["contents"]} == stock["contents"]
+
+
+def tokens(found: dict[str, Any]) -> list[Any]:
+    return [batch["tokens"] for batch in found["modes"]["prompts"] if "tokens" in batch]
