@@ -19,7 +19,7 @@ lane     = -m pytest -q --durations=5 $$(cat manifests/tests/$(1).txt)
 TWO      = -n 2 --dist loadfile
 
 .PHONY: figure demo demo-maxtext test unit install-proofs engine jax jax-releases matrix gpu ran \
-        support lint bench seams overhead dev venv-jax
+        support readme lint bench seams overhead dev venv-jax
 
 # Memory over time, stock against patched, measured here: the README's first figure.
 figure: dev venv-$(VLLM)
@@ -73,6 +73,10 @@ ran: venv-$(VLLM)
 
 support: venv-$(VLLM)
 	@$(ENGINE)/bin/python -m tools.support --record
+
+# The settings, from kvcached_patch/config.py into the README.
+readme: dev
+	@$(DEV)/bin/python -m tools.readme
 
 lint: dev
 	$(DEV)/bin/ruff check .

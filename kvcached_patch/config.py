@@ -40,7 +40,10 @@ RETAIN_FORMS = ("all", "none", "a size such as 2GiB", "a duration such as 90s or
 
 @dataclass(frozen=True)
 class Setting:
-    """A variable as people are told of it; `default`: what holds where it is unset or empty."""
+    """A variable as people are told of it, in Markdown.
+
+    default: what holds where it is unset or empty.
+    """
 
     name: str
     values: tuple[str, ...]
@@ -53,17 +56,17 @@ SETTINGS = (
         TOGGLE,
         (*SWITCH_FORMS, "auto"),
         "0",
-        "0, off: nothing of the plugin is imported. 1, on: vLLM is patched completely or does not "
-        "start. auto: patched where everything matches, else stock vLLM and one warning that says "
-        "why",
+        "`0`, `off`: nothing of the plugin is imported. `1`, `on`: vLLM is patched completely or "
+        "does not start. `auto`: patched where everything matches, else stock vLLM and one warning "
+        "that says why",
     ),
     Setting(
         POOL,
         POOL_KINDS,
         "auto",
-        "where the KV cache's memory comes from. host: page by page, on CPUs. cuda: page by page, "
-        "on NVIDIA GPUs, with cuda-bindings. static: one allocation that stays, on any device. "
-        "auto: host or cuda where it serves, else static",
+        "where the KV cache's memory comes from. `host`: page by page, on CPUs. `cuda`: page by "
+        "page, on NVIDIA GPUs, with cuda-bindings. `static`: one allocation that stays, on any "
+        "device. `auto`: `host` or `cuda` where they serve, else `static`",
     ),
     Setting(
         RETAIN,

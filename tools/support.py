@@ -22,13 +22,13 @@ from xml.etree import ElementTree
 from packaging.version import Version
 
 from kvcached_patch.seams.manifest import covers, load_manifest
+from tools.readme import README, ReadmeError, with_part
 from tools.wheels import RELEASES
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "out" / "matrix"
 RECORD = ROOT / "manifests" / "matrix.json"
-README = ROOT / "README.md"
-BEGIN, END = "<!-- support: made by `make support` -->\n", "<!-- support: end -->\n"
+PART, MAKER = "support", "make support"
 ENGINE, DRIVEN = "engine", "classes"
 V2 = ", V2 runner"  # how names of caches end that ran on whole engines of that runner
 KINDS = {"shape": ENGINE, "driven": DRIVEN}  # by the property's name
@@ -125,13 +125,14 @@ def render(record: dict[str, Result]) -> str:
             lines.append(f"| {release} | V1 and V2 | {'V1 and V2' if v2 else 'V1'} | {counts} |")
     ran_on = list(record)
     short = [release.removesuffix(".0") for release in ran_on]
-    lines += ["", f"| cache | {' | '.join(short)} |", f"|---|{'---|' * len(short)}"]
+    lines += ["", "<details>", "<summary>Which caches ran on which release</summary>", ""]
+    lines += [f"| cache | {' | '.join(short)} |", f"|---|{'---|' * len(short)}"]
     for what in shapes:
         cells = [_cell(record[release].shapes.get(what, ""), notes) for release in ran_on]
         lines.append(f"| {what} | {' | '.join(cells)} |")
     lines += [""]
     lines += [f"{n}. {why}" for why, n in notes.items()]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join([*lines, "", "</details>"]) + "\n"
 
 
 def _cell(outcome: str, notes: dict[str, int]) -> str:
@@ -142,12 +143,8 @@ def _cell(outcome: str, notes: dict[str, int]) -> str:
 
 
 def readme_with(tables: str, readme: str) -> str:
-    """The README's text with these tables; raises SupportError if it has no place for them."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SupportError(f"{README}: expected the lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n{tables}\n{END}{after}"
+    """The README's text with these tables; raises ReadmeError if it has no place for them."""
+    return with_part(readme, PART, MAKER, tables)
 
 
 def differences(now: dict[str, Result], record: dict[str, Result]) -> list[str]:
@@ -198,7 +195,7 @@ def main() -> int:
             found = differences(now, recorded())
             print(*found, sep="\n")
             return 1 if found else 0
-    except SupportError as error:
+    except (SupportError, ReadmeError) as error:
         print(f"support: {error}", file=sys.stderr)
         return 1
     return 0
