@@ -149,9 +149,7 @@ class Worker:
         setup = self._setup
         cells = [Cells(0, 0, setup.block_tokens * SLOT_BYTES)]
         size = setup.slots * SLOT_BYTES
-        return ElasticPool(
-            [memory], [size], cells, setup.blocks, setup.slab_blocks, memory.backing
-        )
+        return ElasticPool([memory], [size], cells, setup.blocks, setup.slab_blocks, memory.backing)
 
     def supply(self, slabs: int) -> int:
         """What EngineCore asks of every worker."""

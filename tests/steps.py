@@ -30,8 +30,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvcached_patch.core.footprint import Footprint
 from kvcached_patch.engines import elastic as elastic_side
+from kvcached_patch.engines.allowance import Agreement
 from kvcached_patch.engines.budget import Geometry, join
-from kvcached_patch.engines.elastic import Agreement
 from kvcached_patch.engines.page_supply import PageSupply
 from kvcached_patch.engines.vllm_scheduler import agree, elastic_of
 from tests.bare import VERSION, model_dir

@@ -28,9 +28,9 @@ class Geometry:
 
     block_bytes: of one block, in all their pools together. least_slabs: what one request of the
     greatest length needs. in_flight: plans whose releases may not be in force yet.
-    reserved_bytes: of all their ranges. page_bytes: of all the pages that a slab may need, where pages are counted;
-    else 0. slab_pages: how many those are. device: whose ledger it is; None if it is on another
-    machine.
+    reserved_bytes: of all their ranges. page_bytes: of all the pages that a slab may need, where
+    pages are counted; else 0. slab_pages: how many those are. device: whose ledger it is; None if
+    it is on another machine.
     """
 
     slab_blocks: int

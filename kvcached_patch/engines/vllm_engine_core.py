@@ -14,11 +14,11 @@ from kvcached_patch.core.extents import Cells
 from kvcached_patch.core.footprint import Footprint
 from kvcached_patch.core.layers import plan_layers
 from kvcached_patch.core.pages import PageCounts
+from kvcached_patch.engines.allowance import Agreement
 from kvcached_patch.engines.arguments import named
 from kvcached_patch.engines.binding import pool_kind
 from kvcached_patch.engines.budget import Geometry
 from kvcached_patch.engines.budgets import join_all
-from kvcached_patch.engines.elastic import Agreement
 from kvcached_patch.engines.page_supply import PageSupply
 from kvcached_patch.engines.vllm_scheduler import agree
 from kvcached_patch.engines.vllm_static import Reason, static_because

@@ -7,7 +7,8 @@ from typing import Any
 from weakref import finalize
 
 from kvcached_patch.core.pages import PLAN
-from kvcached_patch.engines.elastic import Agreement, Elastic
+from kvcached_patch.engines.allowance import Agreement
+from kvcached_patch.engines.elastic import Elastic
 
 _agreed: Agreement | None = None
 # The attribute of vLLM's KVCacheManager that holds its elastic side: each refers to the other, so

@@ -80,7 +80,7 @@ def test_memory_outlives_its_owner_while_viewed() -> None:
         ("host", -1, "cpu", DriverError, "mmap of -1 bytes"),
         ("host", 1 << 62, "cpu", DriverError, f"mmap of {1 << 62} bytes"),
         ("static", 1 << 62, "cpu", DriverError, f"allocating {1 << 62} bytes on cpu"),
-        ("disk", 1, "cpu", ValueError, "'disk': expected host or static"),
+        ("disk", 1, "cpu", ValueError, "'disk': expected cuda, host or static"),
     ],
 )
 def test_what_cannot_be_had_is_refused(
