@@ -52,6 +52,12 @@ def host(run: Path, device: str = "host") -> Ledger:
     return Ledger(ledger_path(run, device))
 
 
+@pytest.fixture(autouse=True)
+def _as_wide_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes that run tests side by side are given a width."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def outcome(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
     captured = capsys.readouterr()
     return captured.out, captured.err
