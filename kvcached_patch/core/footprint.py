@@ -22,7 +22,7 @@ class Footprint:
 
         in_flight: plans whose releases may not be in force yet: one more than workers may have
         before them, since what one releases is in force when the next is applied (`ElasticPool`,
-        P2). workers: those whose slabs share pages.
+        P2). workers: all of them, if slabs share pages on any.
         """
         self._workers = tuple(workers)
         self._committed: set[int] = set()

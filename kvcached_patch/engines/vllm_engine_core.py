@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from kvcached_patch import __version__, config
@@ -119,31 +120,15 @@ def _divide(executor: Any, kv_cache_config: Any, reports: list[dict[str, Any]]) 
     slab_blocks = max(LEAST_SLAB_BLOCKS, *(found["min_slab_blocks"] for found in reports))
     blocks = _blocks_of_longest(executor.vllm_config, kv_cache_config)
     pages = [_page_counts(found, kv_cache_config.num_blocks, slab_blocks) for found in reports]
-    # vLLM keeps a batch for each pipeline stage in flight, and one more when asynchronous
-    # (VllmConfig.max_concurrent_batches); a release is in force one plan later than it is made.
-    in_flight = executor.parallel_config.pipeline_parallel_size + 2
-    by_device: dict[tuple[bool, str], list[int]] = {}
-    for rank, found in enumerate(reports):
-        here = found["machine"] == socket.gethostname()
-        by_device.setdefault((here, found["device"]), []).append(rank)
-    geometries = [
-        Geometry(
-            slab_blocks=slab_blocks,
-            block_bytes=sum(reports[rank]["block_bytes"] for rank in ranks),
-            least_slabs=1 + -(-blocks // slab_blocks),
-            in_flight=in_flight,
-            reserved_bytes=sum(reports[rank]["reserved_bytes"] for rank in ranks),
-            model=str(executor.model_config.model),
-            page_bytes=sum(
-                pages[rank].price * reports[rank]["page_bytes"]
-                for rank in ranks
-                if reports[rank]["supplied"]
-            ),
-            slab_pages=sum(pages[rank].price for rank in ranks),
-            device=device if here else None,
-        )
-        for (here, device), ranks in by_device.items()
-    ]
+    common = Geometry(
+        slab_blocks=slab_blocks,
+        block_bytes=0,
+        least_slabs=1 + -(-blocks // slab_blocks),
+        # vLLM keeps a batch for each pipeline stage in flight, and one more when asynchronous
+        # (VllmConfig.max_concurrent_batches); a release is in force one plan after it is made.
+        in_flight=executor.parallel_config.pipeline_parallel_size + 2,
+        model=str(executor.model_config.model),
+    )
     executor.collective_rpc(divide, args=(slab_blocks,))
     supply = footprint = None
     if any(found["supplied"] for found in reports):
@@ -151,9 +136,39 @@ def _divide(executor: Any, kv_cache_config: Any, reports: list[dict[str, Any]]) 
         def ask(slabs: int) -> int:
             return min(executor.collective_rpc(supply_worker, args=(slabs,)))
 
-        supply = PageSupply(ask, in_flight)
-        footprint = Footprint(in_flight, [each for each in pages if not each.exact])
+        supply = PageSupply(ask, common.in_flight)
+        shared = not all(each.exact for each in pages)
+        footprint = Footprint(common.in_flight, pages if shared else [])
+    geometries = _by_device(common, reports, pages)
     agree(Agreement(geometries[0], join_all(geometries), footprint, supply))
+
+
+def _by_device(
+    common: Geometry, reports: list[dict[str, Any]], pages: list[PageCounts]
+) -> list[Geometry]:
+    """What the workers on each device agreed on; `common`: what all did."""
+    ranks: dict[str | None, list[int]] = {}
+    for rank, found in enumerate(reports):
+        here = found["machine"] == socket.gethostname()
+        ranks.setdefault(found["device"] if here else None, []).append(rank)
+
+    def total(of: list[int], name: str) -> int:
+        return sum(int(reports[rank][name]) for rank in of)
+
+    return [
+        replace(
+            common,
+            block_bytes=total(of, "block_bytes"),
+            reserved_bytes=total(of, "reserved_bytes"),
+            slab_pages=sum(pages[rank].price for rank in of),
+            page_bytes=sum(
+                pages[rank].price * reports[rank]["page_bytes"] * reports[rank]["supplied"]
+                for rank in of
+            ),
+            device=device,
+        )
+        for device, of in ranks.items()
+    ]
 
 
 def _page_counts(found: dict[str, Any], num_blocks: int, slab_blocks: int) -> PageCounts:

@@ -18,6 +18,7 @@ from kvcached_patch.memory.device_pages import DevicePages
 from kvcached_patch.memory.mapped_range import MappedRange
 
 _driver: Driver | None = None
+ordinal = 0  # of the GPU that ranges are reserved on
 
 
 def load() -> Driver:
@@ -42,7 +43,7 @@ def _buffer(address: int, nbytes: int) -> Any:
 
 
 def _pages() -> DevicePages:
-    return cuda.pages_of(0)
+    return cuda.pages_of(ordinal)
 
 
 def register() -> None:

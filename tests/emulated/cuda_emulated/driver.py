@@ -75,7 +75,9 @@ class Driver:
         return *OK, 1
 
     def cuDeviceGetUuid(self, device: int) -> Any:
-        return *OK, cuda.CUuuid()
+        uuid = cuda.CUuuid()
+        ctypes.memset(uuid.getPtr(), device, 16)
+        return *OK, uuid
 
     cuDeviceGetUuid_v2 = cuDeviceGetUuid
 
