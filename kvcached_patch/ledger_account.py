@@ -55,6 +55,7 @@ class Account:
         """
         self._file = file
         self._closed = False
+        self.until = 0  # see `Table.until`, as `share` last found it
         self._least = least
         self._pid = os.getpid()
         self._slot = 0
@@ -113,6 +114,15 @@ class Account:
                 table.changed()  # shares are larger now
             self._put(table, Field.COMMITTED, self.committed - nbytes)
 
+    def refused(self, seconds: float) -> None:
+        """The device has no more than engines hold now: for so long that bounds them as well.
+
+        Then an engine that lacks memory gets it from others as it does under a budget.
+        """
+        with self._open() as table:
+            self._find(table)
+            table.found(table.committed, time.monotonic_ns() + int(seconds * 1e9))
+
     def hold(self, nbytes: int) -> None:
         """Hold `nbytes` more, whatever limit and budget say: they are committed already."""
         with self._open() as table:
@@ -169,7 +179,8 @@ class Account:
         with self._open() as table:
             self._find(table)
         limit = self._row[Field.LIMIT]
-        total = table.total
+        total = table.bound
+        self.until = table.until
         if not total:
             return limit or None
         live = table.live()
@@ -293,7 +304,8 @@ class Account:
 
     def _room(self, table: Table) -> int:
         room = self._own_room()
-        return max(min(room, table.total - table.committed), 0) if table.total else room
+        bound = table.bound
+        return max(min(room, bound - table.committed), 0) if bound else room
 
     def _reaped(self, table: Table) -> bool:
         return self._file.reap(table, but=self._slot)

@@ -35,7 +35,7 @@ SIZE = _HEADER + SLOTS * RECORD
 _HEAD = struct.Struct("=8s4I")
 _OWNER = struct.Struct("=3Q")
 _BEGIN = _HEAD.pack(MAGIC, VERSION, _HEADER, RECORD, SLOTS)
-_TOTAL, _GENERATION = 3, 4  # words of the header
+_TOTAL, _GENERATION, _FOUND, _UNTIL = range(3, 7)  # words of the header
 
 TOTALS, NAME, MODEL = slice(11, 26), slice(28, 36), slice(36, 48)  # words of a record
 WORDS = RECORD // 8
@@ -73,6 +73,26 @@ class Table:
         """Change the budget."""
         self.changed()
         self._write(_TOTAL, nbytes)
+
+    @property
+    def bound(self) -> int:
+        """The most bytes that engines can commit: the budget, or what there is; 0: no bound."""
+        there = self._words[_FOUND] if time.monotonic_ns() < self._words[_UNTIL] else 0
+        return min(self.total or there, there or self.total)
+
+    @property
+    def until(self) -> int:
+        """When what there is is to be found out anew, by time.monotonic_ns(); 0: it is not known.
+
+        No engine has been refused memory by the device in a while.
+        """
+        until = self._words[_UNTIL]
+        return until if time.monotonic_ns() < until else 0
+
+    def found(self, nbytes: int, until: int) -> None:
+        """Until then there are so many bytes on the device: it refused more."""
+        self.changed()
+        self._write(_FOUND, nbytes, until)
 
     def changed(self) -> None:
         """Move the generation: before the change, so that none is ever missed."""

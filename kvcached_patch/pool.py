@@ -67,9 +67,15 @@ class ElasticPool:
         self._pending: tuple[int, ...] = ()
 
     def supply(self, slabs: int) -> int:
-        """Own pages for so many slabs, or for as many as the device has; returns how many."""
+        """Own pages for so many slabs, or for as many as the device has; returns how many.
+
+        Spare pages beyond that go back to the device.
+        """
         assert self._backing is not None, "a supply for memory that needs none"
-        return self._backing.supply(slabs * self._pages.price) // self._pages.price
+        price = self._pages.price
+        found = min(self._backing.supply(slabs * price) // price, slabs)
+        self._backing.keep(found * price)
+        return found
 
     def apply(self, plan: Plan, *, idle: bool) -> None:
         """Carry out a plan before its step.

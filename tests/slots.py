@@ -78,11 +78,13 @@ class Pages:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.neighbours: list[Pages] = []  # of other processes on the same device
         self.owned = self.used = self.asked = 0
 
     def supply(self, pages: int) -> int:
         self.asked += 1
-        self.owned = max(self.owned, min(pages, self.capacity))
+        there = self.capacity - sum(other.owned for other in self.neighbours)
+        self.owned = max(self.owned, min(pages, there))
         return self.owned
 
     def keep(self, pages: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvcached_patch.core.pages import PageCounts, Plan
 from kvcached_patch.core.totals import Totals
@@ -36,6 +36,18 @@ class Footprint:
         if self._workers:
             return max(-(-pages.needed // pages.price) for pages in self._workers)
         return len(self._committed)
+
+    def without(self, slabs: Iterable[int]) -> int:
+        """What `slabs` would be if these, of those committed, had left."""
+        gone = self._committed.intersection(slabs)
+        if not self._workers:
+            return len(self._committed) - len(gone)
+        left = 0
+        for pages in self._workers:
+            pages.release(gone)
+            left = max(left, -(-pages.needed // pages.price))
+            pages.commit(gone)
+        return left
 
     @property
     def leaving(self) -> bool:

@@ -81,6 +81,11 @@ class Slabs:
         self._file()
         return len(self._empty)
 
+    def empty_slabs(self) -> list[int]:
+        """The numbers of those, the one that is empty longest first."""
+        self._file()
+        return [slab.number for slab in self._empty]
+
     @property
     def empty_since(self) -> float | None:
         """Since when the committed slab that is empty longest is so; None if none is empty."""

@@ -63,6 +63,10 @@ class Allowance:
         """Slabs whose pages are there, or will be with the next plan."""
         return self._footprint.slabs + self._queue.fresh
 
+    def without_empty(self) -> int:
+        """What `backed` would be if all empty slabs had left."""
+        return self._footprint.without(self._queue.empty_slabs()) + self._queue.fresh
+
     @property
     def unsettled(self) -> bool:
         """Whether releases are not in force yet, or more is held than backed."""
@@ -105,6 +109,8 @@ class Allowance:
                 more = self._supplied(room, count)
                 if more < count:
                     self._budget.release(count - more)
+                if self._supply is not None and self._supply.refused:
+                    self._budget.refused()
                 if more:
                     queue.restore()
                     queue.room = room + more

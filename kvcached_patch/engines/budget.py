@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,8 @@ logger = logging.getLogger("vllm.kvcached_patch")
 
 # Slabs reserved ahead that a bounded engine may keep without using them.
 SPARE_SLABS = 4
+# How long a device that refused memory is taken to have no more than engines hold.
+REFUSED_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Budget:
     @property
     def changed(self) -> bool:
         """Whether limits, the budget or demands changed since `share` last asked; takes no lock."""
-        return self._ask(lambda account: account.generation, self._generation) != self._generation
+        return self._outdated or self._generation_now != self._generation
 
     def share(self, *, cached: int = 0) -> int | None:
         """Slabs that may be in use now; None if nothing bounds them.
@@ -85,8 +88,8 @@ class Budget:
         Never fewer than one request of the greatest length needs, which else would wait for ever;
         `fair` is the share without that.
         """
-        generation = self._ask(lambda account: account.generation, self._generation)
-        if generation != self._generation:
+        generation = self._generation_now
+        if generation != self._generation or self._outdated:
             self._generation = generation
             share = self._ask(lambda account: account.share(), None)
             self._ask(lambda account: account.publish(cached=cached * self._block_bytes), None)
@@ -95,6 +98,20 @@ class Budget:
             self.keep = None if keep is None else keep // self._slab_bytes
             self.asked = self._ask(lambda account: account.asked, 0)
         return self.bound
+
+    @property
+    def _generation_now(self) -> int:
+        return self._ask(lambda account: account.generation, self._generation)
+
+    @property
+    def _outdated(self) -> bool:
+        """Whether what the device has is to be found out anew."""
+        until = 0 if self._account is None else self._account.until
+        return bool(until) and time.monotonic_ns() >= until
+
+    def refused(self) -> None:
+        """The device has no more, whatever limit and budget say."""
+        self._ask(lambda account: account.refused(REFUSED_SECONDS), None)
 
     @property
     def bound(self) -> int | None:

@@ -71,6 +71,11 @@ class Budgets:
         for budget in self._budgets:
             budget.release(slabs)
 
+    def refused(self) -> None:
+        """See `Budget.refused`; which of the devices it was is not known."""
+        for budget in self._budgets:
+            budget.refused()
+
     def want(self, slabs: int) -> None:
         """See `Budget.want`."""
         for budget in self._budgets:

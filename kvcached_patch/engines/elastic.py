@@ -189,9 +189,12 @@ class Elastic:
 
     def _shed(self, share: int) -> None:
         """Make slabs empty by evicting cached blocks, oldest first, until the share is met."""
+        empty = -1
         for block in self.queue.kept():
-            if self._allowance.backed - self.queue.empty <= share:
-                return
+            if share and empty != self.queue.empty:
+                empty = self.queue.empty
+                if self._allowance.without_empty() <= share:
+                    return
             self._let_go(block)
 
     def _kept_of(self, blocks: list[Any]) -> list[Any]:

@@ -17,6 +17,8 @@ class PageSupply:
     A worker cannot refuse a plan, which the others carry out all the same. So what a device may
     refuse, whatever the ledger says, is asked for beforehand, of every worker; the least of their
     answers is what there is, and those that got more give it back with the next plan.
+
+    refused: whether a device was found to have no more, at the last call of `grow`.
     """
 
     def __init__(self, ask: Callable[[int], int], in_flight: int) -> None:
@@ -27,6 +29,7 @@ class PageSupply:
         """
         self._ask = ask
         self.slabs = 0
+        self.refused = False
         self._kept = deque([0] * in_flight)  # of the plans on their way
         self._closed_until = 0.0
 
@@ -37,11 +40,15 @@ class PageSupply:
 
     def grow(self, slabs: int, now: float) -> int:
         """Have pages for so many slabs in all; returns for how many there are."""
+        self.refused = False
         if slabs > self.slabs and now >= self._closed_until:
             found = self._ask(slabs)
-            if found < slabs:
+            self.refused = found < slabs
+            if self.refused:
                 self._closed_until = now + RETRY_SECONDS
             self.slabs = min(found, slabs)
+            # They own these until a plan says otherwise, the last one not knowing of them.
+            self._kept[-1] = max(self._kept[-1], self.slabs)
         return self.slabs
 
     def settle(self, backed: int, most: int) -> None:

@@ -23,7 +23,7 @@ from kvcached_patch.engines.budgets import join_all
 from kvcached_patch.engines.page_supply import PageSupply
 from kvcached_patch.engines.vllm_scheduler import agree
 from kvcached_patch.engines.vllm_static import Reason, static_because
-from kvcached_patch.engines.vllm_worker import divide, report
+from kvcached_patch.engines.vllm_worker import TIMEOUT_SECONDS, divide, report
 from kvcached_patch.engines.vllm_worker import supply as supply_worker
 from kvcached_patch.errors import ConfigError, SeamMismatch
 from kvcached_patch.seams.apply import tally
@@ -134,7 +134,11 @@ def _divide(executor: Any, kv_cache_config: Any, reports: list[dict[str, Any]]) 
     if any(found["supplied"] for found in reports):
 
         def ask(slabs: int) -> int:
-            return min(executor.collective_rpc(supply_worker, args=(slabs,)))
+            found = executor.collective_rpc(supply_worker, TIMEOUT_SECONDS, args=(slabs,))
+            least = min(found)
+            if least < max(found):  # the others keep no more than all have
+                executor.collective_rpc(supply_worker, TIMEOUT_SECONDS, args=(least,))
+            return least
 
         supply = PageSupply(ask, common.in_flight)
         shared = not all(each.exact for each in pages)

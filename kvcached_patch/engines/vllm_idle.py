@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, ref
 
 from kvcached_patch.engines.elastic import Elastic
 from kvcached_patch.engines.vllm_scheduler import elastic_of
-from kvcached_patch.engines.vllm_worker import apply_idle_plan
+from kvcached_patch.engines.vllm_worker import TIMEOUT_SECONDS, apply_idle_plan
 
 # How soon the engine may notice, once quiet, that something has become due.
 TICK_SECONDS = 0.05
@@ -72,7 +72,7 @@ def process_input_queue(
 ) -> Any:
     """``EngineCoreProc._process_input_queue``: where EngineCore waits when it has no work."""
     watch = _watch_of(core)
-    if watch is not None and not core.has_work():
+    if watch is not None and not _schedules(core):
         watch.arm()
     return wrapped(*args, **kwargs)
 
@@ -83,13 +83,22 @@ def handle_client_request(
     """``EngineCoreProc._handle_client_request``: a WAKEUP while quiet carries out what is due."""
     result = wrapped(*args, **kwargs)
     watch = _watches.get(core)
-    if watch is not None and core.is_running() and not core.has_work():
+    if watch is not None and core.is_running() and not _schedules(core):
         if args[1] is watch:  # not the WAKEUP of a shutdown, whose workers may be gone
             plan = watch.elastic.plan(quiet=True)
-            core.model_executor.collective_rpc(apply_idle_plan, args=(plan,))
+            core.model_executor.collective_rpc(apply_idle_plan, TIMEOUT_SECONDS, args=(plan,))
             watch.elastic.applied()
         watch.arm()  # the request may have been to reset the prefix cache
     return result
+
+
+def _schedules(core: Any) -> bool:
+    """Whether steps of its own bring plans to the workers.
+
+    Not `has_work`: a data-parallel rank without requests runs along with the others, by
+    `execute_dummy_batch`, which brings none.
+    """
+    return bool(core.scheduler.has_requests() or core.batch_queue)
 
 
 def _watch_of(core: Any) -> IdleWatch | None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from kvcached_patch.engines.binding import pool_kind
 from kvcached_patch.engines.vllm_static import static_because
+
+logger = logging.getLogger("vllm.kvcached_patch")
 
 # Whether the memory of this process's worker is supplied as it is used. Set when its device is,
 # read by snapshots, which know no worker.
@@ -43,3 +49,58 @@ def measure(
         snapshot.cuda_memory = snapshot.torch_memory
         snapshot.non_torch_memory = 0
     return result
+
+
+def profile_graphs(
+    wrapped: Callable[..., Any], runner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``profile_cudagraph_memory``: what a CUDA graph takes, told from PyTorch's memory as well.
+
+    VLLM takes what is free on the device before and after one graph is captured, and multiplies
+    the difference: one step of a neighbour would cost half the cache.
+    """
+    if not _supplied:
+        return wrapped(*args, **kwargs)
+    with _own_memory_alone():
+        return wrapped(*args, **kwargs)
+
+
+@contextmanager
+def _own_memory_alone() -> Iterator[None]:
+    """Within, what is free on a device is all that PyTorch does not hold in this process."""
+    asked = [(torch.cuda, "mem_get_info"), (torch.accelerator, "get_memory_info")]
+    # The second is there from PyTorch 2.9.
+    real = [(module, name, vars(module)[name]) for module, name in asked if name in vars(module)]
+
+    def told(ask: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
+        def info(device: Any = None) -> tuple[int, int]:
+            total = ask(device)[1]
+            return total - torch.accelerator.memory_reserved(device), total
+
+        return info
+
+    try:
+        for module, name, ask in real:
+            setattr(module, name, told(ask))
+        yield
+    finally:
+        for module, name, ask in real:
+            setattr(module, name, ask)
+
+
+def keep_activations(worker: Any, device: torch.device) -> None:
+    """Have PyTorch hold what activations take at their peak, before neighbours take it.
+
+    After profiling vLLM gives that memory back to the device and counts on finding it there. Where
+    it took no profile (``kv_cache_memory_bytes``) nothing is known of it.
+    """
+    nbytes = int(vars(worker).get("peak_activation_memory", 0))
+    try:
+        torch.empty(nbytes, dtype=torch.int8, device=device)
+    except torch.OutOfMemoryError:
+        logger.warning(
+            "kvcached-patch: %s has no %d bytes left for activations: others hold them; expected "
+            "lower limits or a budget",
+            device,
+            nbytes,
+        )

@@ -14,12 +14,16 @@ from kvcached_patch import config
 from kvcached_patch.core.pages import PLAN, Plan
 from kvcached_patch.engines.arguments import named
 from kvcached_patch.engines.binding import Binding, Report
+from kvcached_patch.engines.vllm_sizing import keep_activations
 from kvcached_patch.errors import SeamMismatch
 from kvcached_patch.pool import ElasticPool
 from kvcached_patch.seams.apply import armed, tally
 
 logger = logging.getLogger("vllm.kvcached_patch")
 
+
+# What a worker may take to answer before it is given up, as vLLM gives it up in a step.
+TIMEOUT_SECONDS = 300.0
 
 _active: Binding | None = None
 _bindings: WeakKeyDictionary[Any, Binding] = WeakKeyDictionary()
@@ -165,6 +169,8 @@ def execute_model(
             binding.pool.missing()
         else:
             binding.pool.apply(plan, idle=not output.total_num_scheduled_tokens)
+            if not plan.sequence and binding.memories[0].kind == "cuda":
+                keep_activations(worker, binding.memories[0].tensor.device)
     return wrapped(*args, **kwargs)
 
 

@@ -29,7 +29,7 @@ def missing() -> str | None:
 
 def pages_of(ordinal: int) -> DevicePages:
     """The pages of a GPU in this process: the same for all ranges that are open at a time."""
-    if ordinal not in _devices or not _devices[ordinal].ranges:
+    if ordinal not in _devices:
         _devices[ordinal] = DevicePages(load(), ordinal)
     return _devices[ordinal]
 
@@ -47,29 +47,36 @@ class CudaMemory(MappedRange):
         super().__init__(
             pages_of(ordinal), nbytes, lambda: torch.cuda.current_stream(ordinal).cuda_stream
         )
-        self._device = torch.device("cuda", ordinal)
+        self._ordinal = ordinal
         self._nbytes = nbytes
-        self._view()
+        try:
+            self._view()
+        except BaseException:
+            super().close()
+            raise
 
     def _view(self) -> None:
-        self._bytes = _Bytes(self.address, self._nbytes)
-        self.tensor = torch.as_tensor(self._bytes, device=self._device)
+        self._bytes: _Bytes | None = _Bytes(self.address, self._nbytes)
+        self.tensor = torch.as_tensor(self._bytes, device=torch.device("cuda", self._ordinal))
 
     def close(self) -> None:
         """Wait for the GPU and give the range back, with the last one all that is owned.
 
         Raises DriverError while a tensor still views it: its next use would end the process's
-        context.
+        context. After an error of the driver the next call goes on from there.
         """
-        owner = weakref.ref(self._bytes)
-        del self.tensor, self._bytes
-        if owner() is not None:
-            self._view()
-            raise DriverError("closing a range of GPU memory: tensors still view it")
-        self.fence()
+        if self._bytes is not None:
+            self.fence()
+            owner = weakref.ref(self._bytes)
+            self._bytes = None
+            del self.tensor
+            if owner() is not None:
+                self._view()
+                raise DriverError("closing a range of GPU memory: tensors still view it")
         super().close()
         if not self.backing.ranges:
             self.backing.close()
+            del _devices[self._ordinal]
 
 
 class _Bytes:

@@ -9,6 +9,9 @@ from typing import Any
 from kvcached_patch.errors import DriverError, KvcachedPatchError, PoolExhausted
 from kvcached_patch.memory.driver import call
 
+# One part in so many of a GPU's memory is left alone: 320 MiB of 80 GiB.
+HEADROOM = 256
+
 
 class DevicePages:
     """Pages of one GPU that this process owns; all `ranges` on that GPU draw from them.
@@ -106,8 +109,15 @@ class DevicePages:
         return f"GPU-{uuid.UUID(bytes=bytes(self.call(name, self._device).bytes))}"
 
     def supply(self, pages: int) -> int:
-        """Own so many pages, or as many as the GPU still has; returns how many these are."""
+        """Own so many pages, or as many as the GPU can spare; returns how many these are.
+
+        A little stays free (`HEADROOM`): what PyTorch or the driver next ask for must not fail.
+        """
         self.enter()
+        if self.owned < pages:
+            free, total = self.call("cuMemGetInfo")
+            spare = max(free - total // HEADROOM, 0) // self.page_bytes
+            pages = min(pages, self.owned + spare)
         while self.owned < pages:
             try:
                 self._spare.append(self._create())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from tests.matrix.driver import PATIENCE_SECONDS, Driver, Found, Job
 from tests.matrix.scenes import CROWD, SHARED, SMALL
 
 BLOCKS = 512
+# A slab of four blocks of four layers, and the page of zeros.
+LEAST_BYTES = 4 * (8 << 10) + (4 << 10)
 
 
 def emulated(job: Job) -> Found:
@@ -31,14 +32,11 @@ def emulated(job: Job) -> Found:
 
 
 def _settled(engine: Driver) -> int:
-    """The bytes once they have not changed for two seconds."""
-    end, since = time.monotonic() + PATIENCE_SECONDS, time.monotonic()
-    last: Any = None
-    while time.monotonic() < min(end, since + 2.0):
-        if (now := _held(engine)) != last:
-            last, since = now, time.monotonic()
+    """The bytes once no more than the null block's slab is held, or after all patience."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while (held := _held(engine)) > LEAST_BYTES and time.monotonic() < end:
         time.sleep(0.1)
-    return int(last)
+    return held
 
 
 def _held(engine: Driver) -> int:

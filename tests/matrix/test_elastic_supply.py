@@ -16,7 +16,7 @@ from kvcached_patch import config
 from kvcached_patch.errors import PoolExhausted
 from kvcached_patch.ledger import Ledger, ledger_path
 from tests.slots import Setup
-from tests.steps import Engine, engine_apart, prompt, random_load
+from tests.steps import Engine, engine_apart, geometry, prompt, random_load
 
 # Slabs of three pages of their own; and slabs of 96 bytes on pages of 80, which they share.
 OWN = {"blocks": 120, "slab_blocks": 6, "page_bytes": 64, "model_tokens": 128}
@@ -37,17 +37,20 @@ Make = Callable[..., Engine]
 def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
-    def engine(setup: Setup, *gpu_pages: int, **more: bool) -> Engine:
-        return engine_apart(
-            monkeypatch, tmp_path, replace(setup, gpu_pages=gpu_pages), "none", **more
-        )
+    def engine(setup: Setup, *gpu_pages: int, retain: str = "none", **more: bool) -> Engine:
+        sized = replace(setup, gpu_pages=gpu_pages)
+        return engine_apart(monkeypatch, tmp_path, sized, retain, **more)
 
     return engine
 
 
+def ledger() -> Ledger:
+    return Ledger(ledger_path(config.ledger_dir(), "host"))
+
+
 def held_bytes() -> int:
     """What the ledger has given the engine."""
-    (record,) = Ledger(ledger_path(config.ledger_dir(), "host")).engines()
+    (record,) = ledger().engines()
     return record.committed
 
 
@@ -55,6 +58,17 @@ def crowd(engine: Engine, requests: int = 12, seed: int = 1) -> None:
     rng = random.Random(seed)
     for _ in range(requests):
         engine.add(prompt(rng, 30), 40)
+
+
+def wake(engine: Engine) -> None:
+    """What a quiet EngineCore does once it notices a change."""
+    assert engine.elastic is not None
+    for _ in range(9):
+        due = engine.elastic.due()
+        if not engine.elastic.budget.changed and (due is None or due > engine.clock.now):
+            return
+        engine.plan_idle()
+    raise AssertionError("plans are due again and again")
 
 
 def assert_quiet(engine: Engine) -> None:
@@ -129,6 +143,49 @@ def test_the_workers_are_seldom_asked(setup: Setup, make: Make) -> None:
     crowd(short, 16)
     short.drain()
     assert short.worker.devices[0].asked < len(short.trace) / 4
+
+
+@pytest.mark.parametrize("budget", [None, 1 << 20], ids=["no budget", "more than there is"])
+@SETUPS
+def test_an_idle_cache_gives_way_to_who_is_refused(
+    setup: Setup, make: Make, budget: int | None
+) -> None:
+    """The device is full, which no bound says."""
+    idle, busy = (make(setup, 1000, retain="all") for _ in range(2))
+    crowd(idle)
+    idle.drain()
+    idle.quiet(5.0)
+    (one,), (other,) = idle.worker.devices, busy.worker.devices
+    one.neighbours, other.neighbours = [other], [one]
+    one.capacity = other.capacity = one.owned + other.owned
+    ledger().set_total(budget)
+    kept = one.owned
+    crowd(busy, 4, seed=2)
+    while busy.step():
+        assert len(busy.trace) < 400, "starves"
+        wake(idle)
+    busy.check_answers()
+    assert one.owned < kept
+
+
+@SETUPS
+def test_a_limit_is_met_by_who_is_quiet(setup: Setup, make: Make) -> None:
+    engine = make(setup, 1000, retain="all")
+    crowd(engine)
+    engine.drain()
+    engine.quiet(5.0)
+    assert engine.elastic is not None
+    least = geometry(engine.setup).least_slabs * geometry(engine.setup).slab_bytes
+    assert held_bytes() > least
+    (record,) = ledger().engines()
+    ledger().set_limit(record.name, least)
+    wake(engine)
+    assert held_bytes() <= least
+    assert engine.elastic.queue.kept_count > 0
+    ledger().trim(record.name)
+    wake(engine)
+    assert engine.elastic.queue.kept_count == 0
+    assert_quiet(engine)
 
 
 def test_a_device_without_a_page_is_told_at_start(make: Make) -> None:

@@ -83,6 +83,14 @@ def start(gpu: Gpu, others: tuple[int, int]) -> int:
     return requested - int(result.non_kv_cache_memory)
 
 
+def one_graph(gpu: Gpu) -> int:
+    """As vLLM's `profile_cudagraph_memory` tells what one takes, while a neighbour goes to work."""
+    before = torch.accelerator.get_memory_info()[0]
+    gpu.torch += GIB
+    gpu.others += 9 * GIB
+    return int(before - torch.accelerator.get_memory_info()[0])
+
+
 ALONE = int(80 * GIB * 0.9) - WEIGHTS - ACTIVATIONS
 
 
@@ -109,3 +117,22 @@ def test_vllm_110_memory_that_is_released_meanwhile_ends_a_stock_engine(gpu: Gpu
     """What the assertion above stands for."""
     with stock(), pytest.raises(AssertionError, match="released meanwhile"):
         start(gpu, (7 * GIB, 0))
+
+
+def test_vllm_448_a_graph_takes_what_pytorch_holds_for_it(gpu: Gpu, pool: str) -> None:
+    found = vllm_sizing.profile_graphs(lambda: one_graph(gpu), None, (), {})
+    assert found == (GIB if pool == "cuda" else 10 * GIB)
+    assert torch.accelerator.get_memory_info() == gpu.info(), "restored"
+
+
+def test_activations_that_others_left_no_room_for_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = SimpleNamespace(peak_activation_memory=ACTIVATIONS)
+
+    def full(nbytes: int, **_: Any) -> None:
+        raise torch.OutOfMemoryError(str(nbytes))
+
+    monkeypatch.setattr(torch, "empty", full)
+    vllm_sizing.keep_activations(worker, torch.device("cpu"))
+    assert f"has no {ACTIVATIONS} bytes left for activations" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -167,3 +168,24 @@ def test_a_request_on_one_of_several_devices_is_the_engines(ledger: Ledger) -> N
     budgets.trimmed(budgets.asked)
     assert budgets.asked == 0
     assert [engine.trimming for engine in other.engines()] == [False]
+
+
+def test_a_device_that_refused_bounds_all_for_a_while(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that had no bound; whoever wants memory gets a share of what there is."""
+    monkeypatch.setattr("kvcached_patch.engines.budget.REFUSED_SECONDS", 0.2)
+    rich, poor = join(GEOMETRY), join(GEOMETRY)
+    assert rich.reserve(8)
+    poor.refused()
+    poor.want(8)
+    assert rich.changed
+    assert (rich.share(), poor.share()) == (4, 4)
+    assert not poor.reserve(1)
+    rich.release(4)
+    assert poor.reserve(4)
+    time.sleep(0.25)
+    assert rich.changed
+    assert rich.share() is None
+    assert not rich.changed
+    assert ledger.total is None

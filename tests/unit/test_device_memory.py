@@ -168,7 +168,7 @@ def test_two_processes_on_one_gpu_have_what_the_other_left() -> None:
 
 def test_the_driver_s_name_of_the_code_and_the_call_are_told() -> None:
     gpu = Gpu()
-    gpu.driver.fail_at(2, CUresult.CUDA_ERROR_ECC_UNCORRECTABLE)
+    gpu.driver.fail_at(3, CUresult.CUDA_ERROR_ECC_UNCORRECTABLE)
     with pytest.raises(DriverError, match=r"cuMemCreate\(16, 0\): CUDA_ERROR_ECC_UNCORRECTABLE"):
         gpu.pages.supply(1)
     gpu.close()

@@ -29,7 +29,9 @@ def test_after_a_refusal_nobody_is_asked_for_a_while() -> None:
     workers = Workers(5)
     supply = PageSupply(workers, 2)
     assert supply.grow(8, 10.0) == 5
+    assert supply.refused
     assert supply.grow(8, 10.0 + RETRY_SECONDS * 0.9) == 5
+    assert not supply.refused
     assert workers.asked == [8]
     workers.most = 100
     assert supply.grow(8, 10.0 + RETRY_SECONDS) == 8
@@ -62,3 +64,11 @@ def test_quiet_workers_own_what_the_last_plan_left_them() -> None:
     supply.stamp(Plan(1))
     supply.applied()
     assert supply.owned == 1
+
+
+def test_what_was_had_before_a_plan_is_owned_until_it_is_carried_out() -> None:
+    """Though the plan that is made next says that less is kept."""
+    supply = PageSupply(Workers(100), 2)
+    supply.grow(10, 0.0)
+    supply.settle(backed=3, most=3)
+    assert supply.owned == 10

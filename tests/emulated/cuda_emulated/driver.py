@@ -93,6 +93,9 @@ class Driver:
     def cuMemGetAllocationGranularity(self, prop: Any, option: Any) -> Any:
         return *OK, GRANULARITY
 
+    def cuMemGetInfo(self) -> Any:
+        return *OK, self._capacity() - self.used(), self._capacity()
+
     def cuEventCreate(self, flags: int) -> Any:
         return *OK, 1
 
