@@ -73,6 +73,8 @@ def run(
             # Else each engine compiles, for seconds, one sum that log-probabilities take.
             "TORCHDYNAMO_DISABLE": "1",
             "LD_PRELOAD": PRELOADED,
+            # vLLM sets it to 0 when a process makes settings for external_launcher.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             **(env or {}),
         },
         log=log,

@@ -174,7 +174,7 @@ def test_other_configurations_are_elastic(
     assert LINE not in caplog.text
     assert report_of(scene.runner)["pool"] == "host"
     assert vllm_scheduler._agreed is not None
-    vllm_scheduler._agreed[1].close()
+    vllm_scheduler._agreed.budget.close()
 
 
 @pytest.mark.parametrize(
