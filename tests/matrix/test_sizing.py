@@ -32,6 +32,9 @@ class Gpu:
     def info(self, device: Any = None) -> tuple[int, int]:
         return self.total - self.others - self.torch, self.total
 
+    def reset_peak(self, device: Any = None) -> None:
+        self.peak = self.torch
+
     def stats(self, device: Any = None) -> dict[str, int]:
         return {"allocated_bytes.all.peak": self.peak, "allocated_bytes.all.current": self.torch}
 
@@ -45,7 +48,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         "memory_stats": device.stats,
         "memory_reserved": lambda device_=None: device.torch,
         "empty_cache": lambda: None,
-        "reset_peak_memory_stats": lambda device_=None: None,
+        "reset_peak_memory_stats": device.reset_peak,
     }.items():
         monkeypatch.setattr(torch.accelerator, name, answer, raising=False)
     # Up to 0.27.
