@@ -77,7 +77,7 @@ class Table:
     @property
     def bound(self) -> int:
         """The most bytes that engines can commit: the budget, or what there is; 0: no bound."""
-        there = self._words[_FOUND] if time.monotonic_ns() < self._words[_UNTIL] else 0
+        there = self._words[_FOUND] if self.until else 0
         return min(self.total or there, there or self.total)
 
     @property

@@ -8,16 +8,7 @@ from typing import Protocol
 from kvcached_patch.core.extents import Cells
 from kvcached_patch.core.pages import PageCounts, Plan, Run
 from kvcached_patch.errors import KvcachedPatchError
-
-
-class Backing(Protocol):
-    """What a pool needs of `kvcached_patch.memory.Backing`."""
-
-    def supply(self, pages: int) -> int:
-        """Own so many pages, or as many as there are."""
-
-    def keep(self, pages: int) -> None:
-        """Own no more than so many, if that many are unused."""
+from kvcached_patch.memory import Backing
 
 
 class Range(Protocol):

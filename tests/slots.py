@@ -46,10 +46,14 @@ class Setup:
     def slots(self) -> int:
         return self.blocks * self.block_tokens
 
+    @property
+    def layout(self) -> tuple[list[Cells], list[int]]:
+        """Cells and bytes of a worker's one range."""
+        return [Cells(0, 0, self.block_tokens * SLOT_BYTES)], [self.slots * SLOT_BYTES]
+
     def page_counts(self) -> PageCounts:
-        cells = [Cells(0, 0, self.block_tokens * SLOT_BYTES)]
-        size = self.slots * SLOT_BYTES
-        return PageCounts(cells, [size], self.blocks, self.slab_blocks, self.page_bytes)
+        cells, sizes = self.layout
+        return PageCounts(cells, sizes, self.blocks, self.slab_blocks, self.page_bytes)
 
 
 class Text:
@@ -149,9 +153,8 @@ class Worker:
 
     def _elastic_pool(self, memory: SlotMemory) -> ElasticPool:
         setup = self._setup
-        cells = [Cells(0, 0, setup.block_tokens * SLOT_BYTES)]
-        size = setup.slots * SLOT_BYTES
-        return ElasticPool([memory], [size], cells, setup.blocks, setup.slab_blocks, memory.backing)
+        cells, sizes = setup.layout
+        return ElasticPool([memory], sizes, cells, setup.blocks, setup.slab_blocks, memory.backing)
 
     def supply(self, slabs: int) -> int:
         """What EngineCore asks of every worker."""

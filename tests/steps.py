@@ -28,12 +28,14 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvcached_patch import config as settings
 from kvcached_patch.core.footprint import Footprint
 from kvcached_patch.engines import elastic as elastic_side
 from kvcached_patch.engines.allowance import Agreement
 from kvcached_patch.engines.budget import Geometry, join
 from kvcached_patch.engines.page_supply import PageSupply
 from kvcached_patch.engines.vllm_scheduler import agree, elastic_of
+from kvcached_patch.ledger import Ledger, ledger_path
 from tests.bare import VERSION, model_dir
 from tests.slots import SLOT_BYTES, Setup, Text, Worker
 
@@ -263,6 +265,11 @@ def engine_apart(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     monkeypatch.setattr(elastic_side, "time", clock)
     return Engine(setup, clock, **more)
+
+
+def ledger() -> Ledger:
+    """The one of host memory, where `engine_apart` has it."""
+    return Ledger(ledger_path(settings.ledger_dir(), "host"))
 
 
 def prompt(rng: random.Random, length: int) -> list[int]:

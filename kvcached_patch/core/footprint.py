@@ -56,9 +56,10 @@ class Footprint:
 
     def follow(self, plan: Plan, now: float) -> None:
         """Take note of a plan that is on its way to the workers; `now`: seconds."""
-        self._leaving = deque(
-            tuple(slab for slab in slabs if slab not in plan.commit) for slabs in self._leaving
-        )
+        if plan.commit:
+            self._leaving = deque(
+                tuple(slab for slab in slabs if slab not in plan.commit) for slabs in self._leaving
+            )
         new = tuple(slab for slab in plan.commit if slab not in self._committed)
         self._committed.update(new)
         self.totals.committed += len(new)

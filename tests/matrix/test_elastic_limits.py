@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from kvcached_patch import config
-from kvcached_patch.ledger import Ledger, ledger_path
 from tests.bare import stock
 from tests.slots import SLOT_BYTES, Setup
 from tests.steps import (
@@ -19,6 +18,7 @@ from tests.steps import (
     committed,
     engine_apart,
     geometry,
+    ledger,
     pool_of,
     prompt,
     random_load,
@@ -54,10 +54,6 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
         return engine_apart(monkeypatch, tmp_path, setup, retain, **more)
 
     return engine
-
-
-def ledger() -> Ledger:
-    return Ledger(ledger_path(config.ledger_dir(), "host"))
 
 
 def set_total(slabs: int | None) -> None:

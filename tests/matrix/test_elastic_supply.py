@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvcached_patch import config
 from kvcached_patch.errors import PoolExhausted
-from kvcached_patch.ledger import Ledger, ledger_path
 from tests.slots import Setup
-from tests.steps import Engine, engine_apart, geometry, prompt, random_load
+from tests.steps import Engine, engine_apart, geometry, ledger, prompt, random_load
 
 # Slabs of three pages of their own; and slabs of 96 bytes on pages of 80, which they share.
 OWN = {"blocks": 120, "slab_blocks": 6, "page_bytes": 64, "model_tokens": 128}
@@ -42,10 +40,6 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
         return engine_apart(monkeypatch, tmp_path, sized, retain, **more)
 
     return engine
-
-
-def ledger() -> Ledger:
-    return Ledger(ledger_path(config.ledger_dir(), "host"))
 
 
 def held_bytes() -> int:
