@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
+from tests.lanes import ROOT
 from tests.matrix.driver import PATIENCE_SECONDS, Driver, Found, Job
 from tests.matrix.scenes import CROWD, SHARED, SMALL
 
@@ -12,8 +14,22 @@ BLOCKS = 512
 LEAST_BYTES = 4 * (8 << 10) + (4 << 10)
 
 
+def environment(folder: Path, capacity_bytes: int) -> dict[str, str]:
+    """What makes an engine's GPU one of tests/emulated that no other engine sees.
+
+    folder: of this engine alone, for the device and its ledger: one ledger would tell others what
+    this device refused, since all emulated devices have the same UUID.
+    """
+    return {
+        "PYTHONPATH": str(ROOT / "tests" / "emulated"),
+        "CUDA_EMULATED_USED": str(folder / "used"),
+        "CUDA_EMULATED_CAPACITY": str(capacity_bytes),
+        "XDG_RUNTIME_DIR": str(folder),
+    }
+
+
 def emulated(job: Job) -> Found:
-    """Batches with quiet between them; of a patched engine also the device's bytes after each.
+    """Batches with quiet between them; of a patched engine also the device's bytes at each.
 
     Keys of the job: `elastic`, whether the engine is patched.
     """
@@ -23,24 +39,26 @@ def emulated(job: Job) -> Found:
     )  # fmt: skip
     batches, memory = [], []
     for prompts in (SHARED[:1], CROWD, SHARED):
+        if job["elastic"]:
+            _device(engine)  # the next peak counts from here
         batches.append(engine.run(prompts, max_tokens=100))
-        after = _held(engine) if job["elastic"] else 0
+        peak = _device(engine)["peak"] if job["elastic"] else 0
         engine.llm.reset_prefix_cache()
         if job["elastic"]:
-            memory.append({"after": after, "quiet": _settled(engine)})
+            memory.append({"peak": peak, "quiet": _settled(engine)})
     return {"batches": batches, "memory": memory, "probes": engine.close()}
 
 
 def _settled(engine: Driver) -> int:
     """The bytes once no more than the null block's slab is held, or after all patience."""
     end = time.monotonic() + PATIENCE_SECONDS
-    while (held := _held(engine)) > LEAST_BYTES and time.monotonic() < end:
+    while (held := _device(engine)["used"]) > LEAST_BYTES and time.monotonic() < end:
         time.sleep(0.1)
     return held
 
 
-def _held(engine: Driver) -> int:
-    from cuda_emulated import owned
+def _device(engine: Driver) -> dict[str, int]:
+    from cuda_emulated import device
 
-    (worker,) = engine.llm.collective_rpc(owned)
-    return int(worker["used"])
+    (found,) = engine.llm.collective_rpc(device)
+    return dict(found)

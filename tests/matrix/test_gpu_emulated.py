@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import vllm
 
-from tests.lanes import ROOT
-from tests.matrix.gpu_scene import LEAST_BYTES
+from tests.matrix.gpu_scene import LEAST_BYTES, environment
 from tests.parity import OUT, REPORT, Run, run
 from tools.tiny_model import write_model
 
@@ -34,9 +33,7 @@ def engine(name: str, tmp_path: Path, capacity: int) -> Run:
         models={"gemma3n": str(model)},
         elastic=capacity > 0,
         env={
-            "PYTHONPATH": str(ROOT / "tests" / "emulated"),
-            "CUDA_EMULATED_USED": str(tmp_path / "used"),
-            "CUDA_EMULATED_CAPACITY": str(capacity * PAGE),
+            **environment(tmp_path, capacity * PAGE),
             **({"KVCACHED_PATCH_POOL": "cuda"} if capacity else {}),
         },
     )
@@ -82,12 +79,12 @@ def test_its_memory_is_of_the_kind_that_gpus_have(runs: Runs) -> None:
 
 
 def test_pages_come_with_the_load_and_go(runs: Runs) -> None:
-    one, crowd, two = (m["after"] for m in runs.patched.result["memory"])
-    assert crowd > two > one
+    one, crowd, two = (m["peak"] for m in runs.patched.result["memory"])
+    assert crowd > 1.5 * max(one, two)
     assert {m["quiet"] for m in runs.patched.result["memory"]} == {LEAST_BYTES}
-    assert one > 2 * LEAST_BYTES
+    assert min(one, two) > 2 * LEAST_BYTES
 
 
 def test_a_device_that_has_less_makes_requests_wait(runs: Runs) -> None:
-    needed, had = (max(m["after"] for m in each.result["memory"]) // PAGE for each in runs[1:])
+    needed, had = (max(m["peak"] for m in each.result["memory"]) // PAGE for each in runs[1:])
     assert had <= HALF < needed / 1.5

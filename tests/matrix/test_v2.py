@@ -13,6 +13,7 @@ import vllm
 from packaging.version import Version
 
 from tests.lanes import ROOT
+from tests.matrix import gpu_scene
 from tests.matrix.pairs import ENVIRONMENT, Pair, pair
 from tests.matrix.shapes import SHAPES
 from tests.parity import OUT, REPORT, run
@@ -87,10 +88,9 @@ def test_the_v2_runner_on_an_emulated_gpu(engines: Pair, tmp_path: Path) -> None
         elastic=True,
         env={
             **ENVIRONMENT,
+            **gpu_scene.environment(tmp_path, 1 << 30),
             **environment(ROOT / "tests" / "emulated"),
             "KVCACHED_PATCH_POOL": "cuda",
-            "CUDA_EMULATED_USED": str(tmp_path / "used"),
-            "CUDA_EMULATED_CAPACITY": str(1 << 30),
         },
     ).result["gemma3n"]
     (report,) = patched["probes"][REPORT]

@@ -53,11 +53,6 @@ def register() -> None:
     cuda.CudaMemory = EmulatedMemory  # type: ignore[misc,assignment]
 
 
-def owned(worker: Any) -> dict[str, int]:
-    """A probe: bytes of this worker's pages, by what is done with them, and of the device's."""
-    pages = _pages()
-    return {
-        "owned": pages.owned * pages.page_bytes,
-        "used": load().used(),
-        "page": pages.page_bytes,
-    }
+def device(worker: Any) -> dict[str, int]:
+    """A probe: the device's bytes in use, and the most since this was last asked."""
+    return {"used": load().used(), "peak": load().peak()}

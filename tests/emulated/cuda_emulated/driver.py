@@ -2,7 +2,7 @@
 
 A page of physical memory is a stretch of an anonymous file. New pages hold what floating-point
 kernels show as NaN. ``CUDA_EMULATED_USED`` names a file with the bytes in use of the one device
-that all processes share, ``CUDA_EMULATED_CAPACITY`` how many it has.
+that all processes share, and their peak; ``CUDA_EMULATED_CAPACITY`` says how many it has.
 """
 
 from __future__ import annotations
@@ -50,17 +50,22 @@ class Driver:
     def used(self) -> int:
         return self._account(0)
 
-    def _account(self, nbytes: int) -> int:
+    def peak(self) -> int:
+        """The most bytes that were in use at once since this was last asked."""
+        return self._account(0, peak=True)
+
+    def _account(self, nbytes: int, *, peak: bool = False) -> int:
         """Bytes in use after so many more were taken; -1, and none are, if there are not."""
         path, capacity = Path(os.environ["CUDA_EMULATED_USED"]), self._capacity()
         with path.open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             data = path.read_bytes()
-            used = (struct.unpack("<q", data)[0] if data else 0) + nbytes
+            before, most = struct.unpack("<qq", data) if data else (0, 0)
+            used = before + nbytes
             if nbytes > 0 and used > capacity:
                 return -1
-            path.write_bytes(struct.pack("<q", used))
-            return used
+            path.write_bytes(struct.pack("<qq", used, used if peak else max(most, used)))
+            return most if peak else used
 
     def _capacity(self) -> int:
         return int(os.environ["CUDA_EMULATED_CAPACITY"])
