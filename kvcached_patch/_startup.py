@@ -103,12 +103,14 @@ def _undecided() -> list[str]:
 
 
 def examine(package: str) -> Verdict | None:
-    """Compare the installed target with its manifest; None if it is not installed."""
+    """Compare the installed target with its manifest, under the settings; None: not installed."""
+    from kvcached_patch import config
     from kvcached_patch.seams.check import check, locate
     from kvcached_patch.seams.manifest import load_manifest
 
     installed = locate(package)
-    return check(load_manifest(package), installed) if installed else None
+    manifest = load_manifest(package).under([f"{config.SCAN}={config.load().scan}"])
+    return check(manifest, installed) if installed else None
 
 
 def _patch(package: str) -> None:

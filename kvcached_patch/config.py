@@ -21,6 +21,7 @@ POOL = "KVCACHED_PATCH_POOL"
 RETAIN = "KVCACHED_PATCH_RETAIN"
 LIMIT = "KVCACHED_PATCH_LIMIT"
 BUDGET = "KVCACHED_PATCH_BUDGET"
+SCAN = "KVCACHED_PATCH_SCAN"
 
 
 class Mode(Enum):
@@ -34,6 +35,7 @@ class Mode(Enum):
 _SWITCH = {"": Mode.OFF, "0": Mode.OFF, "off": Mode.OFF, "1": Mode.ON, "on": Mode.ON}
 SWITCH_FORMS = ("0", "off", "1", "on")
 POOL_KINDS = ("auto", "host", "cuda", "static")
+SCAN_KINDS = ("layers", "pool")
 SIZE_FORMS = ("a size such as 512MiB or 2GiB",)
 RETAIN_FORMS = ("all", "none", "a size such as 2GiB", "a duration such as 90s or 5min")
 
@@ -82,6 +84,13 @@ SETTINGS = (
         "the most that all engines of this user may commit together, on each device; the first "
         "engine sets it",
     ),
+    Setting(
+        SCAN,
+        SCAN_KINDS,
+        "layers",
+        "how MaxText's scanned layers have their KV caches. `layers`: one each, the loop unrolled. "
+        "`pool`: one array for all layers of a kind, in a real scan",
+    ),
 )
 VARIABLES = tuple(setting.name for setting in SETTINGS)
 
@@ -95,6 +104,7 @@ class Config:
         on NVIDIA GPUs where cuda-bindings is installed, else ``static``.
     retain: how long cached blocks that nobody uses keep their memory.
     limit: bytes this engine may commit. budget: bytes all engines may commit; None: as it is.
+    scan: how scanned layers of MaxText have their KV caches.
     """
 
     mode: Mode = Mode.OFF
@@ -102,6 +112,7 @@ class Config:
     retain: Retention = DEFAULT
     limit: int | None = None
     budget: int | None = None
+    scan: str = "layers"
 
 
 def parse_switch(name: str, value: str, *, auto: bool = False) -> Mode:
@@ -130,15 +141,13 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
     for name in sorted(env):
         if name.startswith(TOGGLE + "_") and name not in VARIABLES:
             raise ConfigError(_expected(name, env[name], VARIABLES, what="unknown variable"))
-    pool = env.get(POOL, "").strip().lower() or "auto"
-    if pool not in POOL_KINDS:
-        raise ConfigError(_expected(POOL, env[POOL], POOL_KINDS))
     return Config(
         mode=mode,
-        pool=pool,
+        pool=_choice(env, POOL, POOL_KINDS, "auto"),
         retain=_parsed(env, RETAIN, parse_retention, RETAIN_FORMS) or DEFAULT,
         limit=_parsed(env, LIMIT, _positive_bytes, SIZE_FORMS),
         budget=_parsed(env, BUDGET, _positive_bytes, SIZE_FORMS),
+        scan=_choice(env, SCAN, SCAN_KINDS, "layers"),
     )
 
 
@@ -157,6 +166,14 @@ def raw(name: str, environ: Mapping[str, str] | None = None) -> str | None:
 
 def _expected(name: str, value: str, allowed: tuple[str, ...], what: str = "bad value") -> str:
     return f"{name}={value!r}: {what}; expected one of: {', '.join(allowed)}"
+
+
+def _choice(env: Mapping[str, str], name: str, allowed: tuple[str, ...], default: str) -> str:
+    """A variable's value, one of a few words; the default if it is unset or empty."""
+    word = env.get(name, "").strip().lower() or default
+    if word not in allowed:
+        raise ConfigError(_expected(name, env[name], allowed))
+    return word
 
 
 def _parsed(

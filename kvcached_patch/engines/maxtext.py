@@ -14,9 +14,10 @@ from packaging.specifiers import SpecifierSet
 from kvcached_patch import __version__
 from kvcached_patch.engines.arguments import named
 from kvcached_patch.errors import LayerPlanError, SeamMismatch
-from kvcached_patch.jax import scan, stacked
+from kvcached_patch.jax import pool_scan, scan, stacked
 from kvcached_patch.jax.index_map import IndexMap, resolve
 from kvcached_patch.jax.layer_caches import LayerCaches
+from kvcached_patch.jax.pools import Pool, PooledCaches
 from kvcached_patch.seams.apply import tally
 from kvcached_patch.seams.check import locate
 from kvcached_patch.seams.manifest import covers
@@ -72,13 +73,20 @@ def _serve(
     if metadata is None:
         raise LayerPlanError("no attention metadata with these KV caches: no layer would attend")
     slots = resolve(index_map, len(caches)) or tuple(range(len(caches)))
-    if isinstance(metadata, Mapping):
-        by_slot = _by_slot(metadata, slots)
-        arguments["attention_metadata"] = {
-            f"layer.{layer}": by_slot[slot] for layer, slot in enumerate(slots)
-        }
-        caches = [_supply(cache, by_slot.get(slot)) for slot, cache in enumerate(caches)]
-    view = arguments["kv_caches"] = LayerCaches(caches, slots)
+    if any(isinstance(cache, Pool) for cache in caches):
+        view: LayerCaches = PooledCaches(caches, slots, _by_layer(metadata, len(slots)))
+    else:
+        if isinstance(metadata, Mapping):
+            by_slot = _by_slot(metadata, slots)
+            arguments["attention_metadata"] = {
+                f"layer.{layer}": by_slot[slot] for layer, slot in enumerate(slots)
+            }
+            caches = [
+                scan.Supply(cache, by_slot[slot]) if slot in by_slot else cache
+                for slot, cache in enumerate(caches)
+            ]
+        view = LayerCaches(caches, slots)
+    arguments["kv_caches"] = view
     token = _view.set(view)
     try:
         returned, *rest = wrapped(*bound.args, **bound.kwargs)
@@ -114,20 +122,23 @@ def _by_slot(metadata: Mapping[str, Any], slots: Sequence[int]) -> dict[int, Any
     return found
 
 
-def _supply(cache: Any, metadata: Any) -> Any:
-    """An attention layer's cache with its own metadata: not every decoder tells groups apart.
-
-    States of a GDN layer are a tuple; such layers find their group by name.
-    """
-    return cache if isinstance(cache, tuple) else scan.Supply(cache, metadata)
+def _by_layer(metadata: Any, layers: int) -> list[Any]:
+    """Each layer's attention metadata, where no layers share a cache."""
+    if not isinstance(metadata, Mapping):
+        return [metadata] * layers
+    return list(_by_slot(metadata, range(layers)).values())
 
 
 def apply_layers(wrapped: Call, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``NNXDecoder._apply_layers_sequentially``, where it is given the caches layer by layer.
 
-    A decoder that groups them by block itself hands over tuples: that is right as it is.
+    A decoder that groups them by block itself hands over tuples: those are right as they are, but
+    for pools, over which it is scanned for real.
     """
     caches = kwargs.get("kv_caches_stacked")
+    view = _view.get()
+    if isinstance(view, PooledCaches) and caches is not None:
+        return _scan_pools(wrapped, decoder, view, args, kwargs)
     if not isinstance(caches, LayerCaches):
         return wrapped(*args, **kwargs)
 
@@ -138,6 +149,28 @@ def apply_layers(wrapped: Call, decoder: Any, args: tuple[Any, ...], kwargs: dic
     return scan.apply_layers(
         apply, layers, caches, kwargs["length"], kwargs.get("attention_metadata")
     )
+
+
+def _scan_pools(
+    wrapped: Call, decoder: Any, view: PooledCaches, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """MaxText's loop as the body of a scan, which unrolls but one block at a time."""
+    layers, hidden, *others = args
+    caches, length = kwargs["kv_caches_stacked"], kwargs["length"]
+    if length == 0:
+        return wrapped(*args, **kwargs)
+    grouped = caches is not view
+    cycle = len(caches[0]) if grouped else scan.layers_per_block(len(view), length)
+
+    def loop(block: Any, hidden: Any, given: list[Any]) -> Any:
+        each = {**kwargs, "length": 1, "kv_caches_stacked": given}
+        return wrapped(block, hidden, *others, **each)[0]
+
+    steps, axis = range(0, length * cycle, cycle), decoder.config.param_scan_axis
+    hidden = pool_scan.scan_pools(loop, layers, hidden, view, steps, axis, feed=not grouped)
+    if grouped:  # MaxText writes these back
+        caches[:] = [tuple(view[first : first + cycle]) for first in steps]
+    return hidden, layers, None
 
 
 def get_decoder_layers(
@@ -171,6 +204,23 @@ def attend(wrapped: Call, attention: Any, args: tuple[Any, ...], kwargs: dict[st
     arguments = named(wrapped, args, kwargs)
     cache, metadata = arguments.pop("rpa_kv_cache"), arguments.pop("rpa_metadata")
     return scan.attend(partial(wrapped, *arguments.values()), cache, metadata)
+
+
+def attend_states(wrapped: Call, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``Qwen3NextGatedDeltaNet.__call__``: on the states and the metadata that are the layer's.
+
+    Inside a scanned block MaxText gives it the metadata of all groups, where it finds none.
+    """
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    supply = bound.arguments.get("kv_cache")
+    if not isinstance(supply, scan.Supply):
+        return wrapped(*args, **kwargs)
+
+    def attention(cache: Any, metadata: Any) -> Any:
+        bound.arguments |= {"kv_cache": cache, "attention_metadata": metadata}
+        return wrapped(*bound.args, **bound.kwargs)
+
+    return supply.attend(attention)
 
 
 def configure(wrapped: Call, instance: None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -57,6 +57,13 @@ class LayerCaches(list[Any]):
         return index % len(self)
 
     def _write(self, layer: int, cache: Any) -> None:
+        slot = self._take(layer, cache)
+        for other, other_slot in enumerate(self.slots):
+            if other_slot == slot:
+                super().__setitem__(other, cache)
+
+    def _take(self, layer: int, cache: Any) -> int:
+        """Note that a layer's slot is written, if that may be its cache."""
         slot = self.slots[layer]
         expected, found = _shape(self._caches[slot]), _shape(cache)
         if found != expected:
@@ -66,9 +73,7 @@ class LayerCaches(list[Any]):
                 * (not jax.tree.leaves(cache))
             )
         self._written.add(slot)
-        for other, other_slot in enumerate(self.slots):
-            if other_slot == slot:
-                super().__setitem__(other, cache)
+        return slot
 
     def _fixed(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(f"a list of {len(self)} layers' caches cannot change its length or order")

@@ -111,7 +111,7 @@ def apply_layers(
     size = layers_per_block(len(caches), length)
     supplies = [cache if isinstance(cache, Supply) else Supply(cache, metadata) for cache in caches]
     blocks = [tuple(supplies[i : i + size]) for i in range(0, len(supplies), size)]
-    with _fed(layers):
+    with fed(layers):
         result = apply(blocks)
     for layer, supply in enumerate(supply for block in blocks for supply in block):
         caches[layer] = supply if isinstance(caches[layer], Supply) else supply.cache
@@ -119,7 +119,7 @@ def apply_layers(
 
 
 @contextmanager
-def _fed(layers: Any) -> Iterator[None]:
+def fed(layers: Any) -> Iterator[None]:
     """Have these stacked layers, and what MaxText makes of their slices, run on a feed."""
     layer_class = type(layers)
     object.__setattr__(layers, "__class__", _fed_class(layer_class))

@@ -135,7 +135,8 @@ def check(manifest: Manifest, installed: Installed, *, alone: bool = False) -> V
 
 
 def _aside(manifest: Manifest, version: Version, *, alone: bool) -> str:
-    if manifest.right is not None and covers(manifest.right, version):
+    right = manifest.right is not None and covers(manifest.right, version)
+    if right and not any(seam.setting for seam in manifest.seams_in(version)):
         return f"{manifest.package} {version} needs no patch"
     if not alone and manifest.displaced_by and importlib.util.find_spec(manifest.displaced_by):
         return f"{manifest.displaced_by} is installed and runs in the place of {manifest.package}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ else:
     import tomli as tomllib
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from importlib.abc import Traversable
 
 KINDS = ("function", "method")
@@ -42,7 +43,8 @@ class Seam:
     target: ``module:qualname``. signature: parameter names, kinds and defaults, without
     annotations; ANY_SIGNATURE where the wrapper only passes arguments through.
     calls: dotted names that the body must call, because the wrapper relies on it.
-    process, runner: where it takes effect. wrapper: our ``module:function``.
+    process, runner: where it takes effect. wrapper: our ``module:function``. setting: the
+    ``VARIABLE=value`` that it is applied with only; '' for always.
     """
 
     id: str
@@ -57,6 +59,7 @@ class Seam:
     wrapper: str
     why: str
     remove_when: str
+    setting: str = ""
 
     @property
     def module(self) -> str:
@@ -95,7 +98,8 @@ class Manifest:
     """All seams of one target library.
 
     package: its import name. supported: releases the seams are written for. tested: releases
-    they were run against. right: releases that need no patch. displaced_by: a package whose
+    they were run against. right: releases that need no patch, unless a setting asks for one.
+    displaced_by: a package whose
     presence means that this library's patched parts do not run.
     """
 
@@ -106,6 +110,11 @@ class Manifest:
     uses: tuple[Use, ...] = ()
     right: SpecifierSet | None = None
     displaced_by: str = ""
+
+    def under(self, chosen: Collection[str]) -> Manifest:
+        """Without the seams whose setting is not among the chosen ones."""
+        seams = tuple(s for s in self.seams if not s.setting or s.setting in chosen)
+        return replace(self, seams=seams)
 
     def seams_in(self, version: Version) -> tuple[Seam, ...]:
         """The seams that this release must have."""
@@ -200,6 +209,7 @@ def _seam(table: _Table) -> Seam:
         wrapper=table.text("wrapper"),
         why=table.text("why"),
         remove_when=table.text("remove_when"),
+        setting=table.text("setting") if "setting" in table else "",
     )
     table.done()
     _require_name(table, "target", seam.target)

@@ -36,14 +36,15 @@ def ragged_paged_attention(
     capacity = page_indices.shape[0] // kv_lens.shape[0] * page
     sequence, position, live = _tokens(tokens, cu_q_lens, kv_lens, distribution)
     pages = page_indices.reshape(kv_lens.shape[0], -1)
-    cache = kv_cache.reshape(blocks * page, kv_heads, 2, padded_dim)
+    cache = kv_cache
     if update_kv_cache:
-        rows = pages[sequence, position // page] * page + position % page
         pad = [(0, 0), (0, 0), (0, 0), (0, padded_dim - head_dim)]
         new = jnp.pad(jnp.stack([k, v], axis=2), pad).astype(cache.dtype)
-        cache = cache.at[jnp.where(live, rows, blocks * page)].set(new, mode="drop")
-    rows = (pages[:, :, None] * page + jnp.arange(page)).reshape(kv_lens.shape[0], capacity)
-    keys, values = (cache[rows, :, i, :head_dim][sequence] for i in (0, 1))
+        block = jnp.where(live, pages[sequence, position // page], blocks)
+        new = new.reshape(tokens, *packed, padded_dim)
+        cache = cache.at[block, position % page].set(new, mode="drop")
+    held = cache[pages].reshape(kv_lens.shape[0], capacity, kv_heads, 2, padded_dim)
+    keys, values = (held[:, :, :, i, :head_dim][sequence] for i in (0, 1))
     grouped = q.reshape(tokens, kv_heads, heads // kv_heads, head_dim)
     logits = jnp.einsum("tgrd,tcgd->tgrc", grouped, keys) * sm_scale
     age = (position[:, None] - jnp.arange(capacity))[:, None, None, :]
@@ -56,7 +57,7 @@ def ragged_paged_attention(
         logits = jnp.concatenate([logits, sink], axis=-1)
     weights = jax.nn.softmax(logits, axis=-1)[..., :capacity]
     out = jnp.einsum("tgrc,tcgd->tgrd", weights, values).reshape(q.shape)
-    return jnp.where(live[:, None, None], out, 0).astype(q.dtype), cache.reshape(kv_cache.shape)
+    return jnp.where(live[:, None, None], out, 0).astype(q.dtype), cache
 
 
 def gated_sum(

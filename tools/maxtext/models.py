@@ -146,6 +146,20 @@ MODELS = {
     "qwen3-next": Model(
         "qwen3-next-80b-a3b", 8, maxtext=MOE | GDN, hf=LINEAR, refused=("0.2.3", "0.2.4")
     ),
+    "gemma4-31b-even": _gemma4(
+        "gemma4-31b", 12, 6, scan=True, maxtext={"global_num_kv_heads": 2}, refused=("0.2.3",)
+    ),
+    "qwen3-next-scanned": Model(
+        "qwen3-next-80b-a3b", 8, scan=True, maxtext=MOE | GDN, hf=LINEAR, refused=("0.2.3", "0.2.4")
+    ),
+    "qwen3.5-scanned": Model(
+        "qwen3.5-35b-a3b",
+        8,
+        scan=True,
+        maxtext=MOE | GDN | {"mrope_section": [1, 1, 0]},
+        hf=LINEAR,
+        refused=("0.2.3", "0.2.4"),
+    ),
     "olmo3-scanned": Model("olmo3-7b", 8, scan=True, maxtext=WINDOW),
     "gpt-oss-scanned": Model("gpt-oss-20b", 4, scan=True, maxtext=MOE | WINDOW | NO_BIAS),
     "llama4-scanned": Model(

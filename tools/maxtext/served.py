@@ -46,7 +46,7 @@ class Served:
             manager = KVCacheManager(self._runner)
             specs = manager.get_kv_cache_spec()
             resolve_kv_cache_layout(config, [["LBNHC"]], specs.values())
-            self._kv_cache_config = get_kv_cache_configs(config, [specs], [2 * MIB])[0]
+            self._kv_cache_config = get_kv_cache_configs(config, [specs], [8 * MIB])[0]
             manager.initialize_kv_cache(self._kv_cache_config)
 
     @property

@@ -1,0 +1,133 @@
+"""The KV caches of many layers in one array, where each layer's pages are a part of it.
+
+A layer finds its own by its block table, moved on by the pages of the layers before it; a mesh
+that shards the pages has in each shard a part of every layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvcached_patch.errors import LayerPlanError
+from kvcached_patch.jax.layer_caches import LayerCaches
+from kvcached_patch.jax.scan import Supply
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    """An entry of the runner's list of caches.
+
+    cache: ``[layers x pages, …]``, or a tuple of such (states of a GDN layer). layers: whose, in
+    the order of their pages. pages: of one layer, in one shard.
+    """
+
+    cache: Any
+    layers: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    pages: int = dataclasses.field(metadata={"static": True})
+
+
+def pooled(caches: Sequence[Any], layers: tuple[int, ...]) -> Pool:
+    """Put one empty pool in the place of these layers' empty caches, which are deleted first."""
+    leaves, structure = jax.tree.flatten(caches[0])
+    specs = [
+        jax.ShapeDtypeStruct(
+            (len(caches) * leaf.shape[0], *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding
+        )
+        for leaf in leaves
+    ]
+    (pages,) = {leaf.sharding.shard_shape(leaf.shape)[0] for leaf in leaves}
+    for leaf in jax.tree.leaves(list(caches)):
+        leaf.delete()
+    empty = [_zeros(spec) for spec in specs]
+    return Pool(jax.tree.unflatten(structure, empty), layers, pages)
+
+
+def _zeros(spec: jax.ShapeDtypeStruct) -> jax.Array:
+    make = jax.jit(lambda: jnp.zeros(spec.shape, spec.dtype), out_shardings=spec.sharding)
+    return make()
+
+
+def pages_of(cache: Any) -> str:
+    """What the caches of two layers must have in common to be of one pool."""
+    return ", ".join(
+        f"{leaf.dtype}{list(leaf.shape)} over {leaf.sharding.spec}"
+        for leaf in jax.tree.leaves(cache)
+    )
+
+
+def moved(metadata: Any, pages: Any) -> Any:
+    """Attention metadata of a layer whose pages begin so many into its pool."""
+    states = getattr(metadata, "mamba_state_indices", None)
+    tables = getattr(metadata, "block_tables", None)
+    return dataclasses.replace(
+        metadata,
+        **({} if tables is None else {"block_tables": tables + pages}),
+        **({} if states is None else {"mamba_state_indices": states + pages}),
+    )
+
+
+class PooledCaches(LayerCaches):
+    """Supplies by layer; all layers of a pool have the pool itself for a cache.
+
+    What is written must come of the pool as it is: of several layers that were read together only
+    one can be written, and the next one is an error.
+    """
+
+    def __init__(
+        self, caches: Sequence[Any], slots: Sequence[int], metadata: Sequence[Any]
+    ) -> None:
+        """`slots` and attention `metadata` are by layer; each layer's slot must be its pool."""
+        for layer, slot in enumerate(slots):
+            if not isinstance(caches[slot], Pool) or layer not in caches[slot].layers:
+                raise LayerPlanError(f"KV cache map: layer.{layer} is in no pool of slot {slot}")
+        super().__init__([c.cache if isinstance(c, Pool) else c for c in caches], slots)
+        self.pools = tuple(caches[slot] for slot in dict.fromkeys(slots))
+        self.metadata = tuple(metadata)
+        self._by_slot = list(caches)
+        self._versions = dict.fromkeys(slots, 0)
+        self._read: dict[int, int] = {}
+        for layer, slot in enumerate(slots):
+            pool = caches[slot]
+            pages = pool.layers.index(layer) * pool.pages
+            list.__setitem__(self, layer, Supply(pool.cache, moved(metadata[layer], pages)))
+
+    def __getitem__(self, index: Any) -> Any:
+        """Read one layer's supply, or those of a slice of layers."""
+        layers = range(len(self))[index] if isinstance(index, slice) else [self._layer(index)]
+        self._read.update({layer: self._versions[self.slots[layer]] for layer in layers})
+        return super().__getitem__(index)
+
+    def store(self, pool: Pool, cache: Any) -> None:
+        """Replace a pool's cache, after all of its layers have run."""
+        self._replace(pool.layers[0], cache)
+
+    def by_slot(self) -> list[Any]:
+        """The runner's list of caches."""
+        caches = list(self._by_slot)
+        for slot, supply in zip(self.slots, self, strict=True):
+            caches[slot] = dataclasses.replace(caches[slot], cache=supply.cache)
+        return caches
+
+    def _write(self, layer: int, supply: Any) -> None:
+        if supply is list.__getitem__(self, layer):
+            return
+        slot = self.slots[layer]
+        if self._read.get(layer) != self._versions[slot]:
+            raise LayerPlanError(
+                f"KV cache of layer.{layer}: another layer of its pool was written since it was "
+                "read. Unset KVCACHED_PATCH_SCAN to serve this model"
+            )
+        self._replace(layer, supply.cache if isinstance(supply, Supply) else supply)
+
+    def _replace(self, layer: int, cache: Any) -> None:
+        slot = self._take(layer, cache)
+        self._versions[slot] += 1
+        for other in self._by_slot[slot].layers:
+            supply = list.__getitem__(self, other)
+            list.__setitem__(self, other, Supply(cache, supply.metadata))
