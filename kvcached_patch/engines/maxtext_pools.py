@@ -90,7 +90,7 @@ def _pool(runner: Any, plan: PoolPlan) -> None:
             )
     caches = runner.kv_caches
     nbytes = _nbytes(caches)
-    pools = [pooled([caches[slots[i]] for i in layers], layers) for layers in plan.pools]
+    pools = [pooled([caches[slots[i]] for i in layers]) for layers in plan.pools]
     rest = sorted(set(range(len(caches))) - set(slots))
     places = {slot: len(pools) + i for i, slot in enumerate(rest)}
     caches[:] = [*pools, *(caches[slot] for slot in rest)]

@@ -28,15 +28,16 @@ def scan_pools(
     since the block itself does not.
     """
     cycle, length = steps.step, len(steps)
-    pools = view.pools[:cycle]
-    for place, pool in enumerate(pools):
-        if pool.layers[:length] != tuple(first + place for first in steps):
+    slots = view.slots[:cycle]
+    for place, slot in enumerate(slots):
+        if (found := view.layers[slot][:length]) != [first + place for first in steps]:
             raise LayerPlanError(
                 f"{type(layers).__name__}: expected number {place} of each of {length} blocks of "
-                f"{cycle} layers in one pool; found one of layers {pool.layers}. "
+                f"{cycle} layers in one pool; found there layers {found}. "
                 "Unset KVCACHED_PATCH_SCAN to serve this model"
             )
     graphdef, parameters, rest = nnx.split(layers, nnx.Param, ...)
+    pools = [view.pool(slot) for slot in slots]
     metadata = [_Metadata(view.metadata[place : steps.stop : cycle]) for place in range(cycle)]
 
     def body(carry: tuple[Any, tuple[Any, ...]], step: jax.Array) -> tuple[Any, None]:
@@ -56,8 +57,8 @@ def scan_pools(
 
     carry = hidden, tuple(pool.cache for pool in pools)
     (hidden, caches), _ = jax.lax.scan(body, carry, jnp.arange(length, dtype=jnp.int32))
-    for pool, cache in zip(pools, caches, strict=True):
-        view.store(pool, cache)
+    for slot, cache in zip(slots, caches, strict=True):
+        view.store(slot, cache)
     return hidden
 
 

@@ -21,19 +21,18 @@ from kvcached_patch.jax.scan import Supply
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """An entry of the runner's list of caches.
+    """An entry of the runner's list of caches, of the layers that the index map says, in order.
 
-    cache: ``[layers x pages, …]``, or a tuple of such (states of a GDN layer). layers: whose, in
-    the order of their pages. pages: of one layer, in one shard.
+    cache: ``[layers x pages, …]``, or a tuple of such (states of a GDN layer). pages: of one layer,
+    in one shard.
     """
 
     cache: Any
-    layers: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     pages: int = dataclasses.field(metadata={"static": True})
 
 
-def pooled(caches: Sequence[Any], layers: tuple[int, ...]) -> Pool:
-    """Put one empty pool in the place of these layers' empty caches, which are deleted first."""
+def pooled(caches: Sequence[Any]) -> Pool:
+    """Put one empty pool in the place of layers' empty caches, which are deleted first."""
     leaves, structure = jax.tree.flatten(caches[0])
     specs = [
         jax.ShapeDtypeStruct(
@@ -45,7 +44,7 @@ def pooled(caches: Sequence[Any], layers: tuple[int, ...]) -> Pool:
     for leaf in jax.tree.leaves(list(caches)):
         leaf.delete()
     empty = [_zeros(spec) for spec in specs]
-    return Pool(jax.tree.unflatten(structure, empty), layers, pages)
+    return Pool(jax.tree.unflatten(structure, empty), pages)
 
 
 def _zeros(spec: jax.ShapeDtypeStruct) -> jax.Array:
@@ -82,20 +81,25 @@ class PooledCaches(LayerCaches):
     def __init__(
         self, caches: Sequence[Any], slots: Sequence[int], metadata: Sequence[Any]
     ) -> None:
-        """`slots` and attention `metadata` are by layer; each layer's slot must be its pool."""
+        """`slots` and attention `metadata` are by layer; each layer's slot must be a pool.
+
+        layers: by slot, in the order of their first ones.
+        """
+        self.layers: dict[int, list[int]] = {}
         for layer, slot in enumerate(slots):
-            if not isinstance(caches[slot], Pool) or layer not in caches[slot].layers:
-                raise LayerPlanError(f"KV cache map: layer.{layer} is in no pool of slot {slot}")
+            if not isinstance(caches[slot], Pool):
+                raise LayerPlanError(f"KV cache map: layer.{layer}: slot {slot} is no pool")
+            self.layers.setdefault(slot, []).append(layer)
         super().__init__([c.cache if isinstance(c, Pool) else c for c in caches], slots)
-        self.pools = tuple(caches[slot] for slot in dict.fromkeys(slots))
         self.metadata = tuple(metadata)
         self._by_slot = list(caches)
         self._versions = dict.fromkeys(slots, 0)
         self._read: dict[int, int] = {}
-        for layer, slot in enumerate(slots):
+        for slot, layers in self.layers.items():
             pool = caches[slot]
-            pages = pool.layers.index(layer) * pool.pages
-            list.__setitem__(self, layer, Supply(pool.cache, moved(metadata[layer], pages)))
+            for part, layer in enumerate(layers):
+                supply = Supply(pool.cache, moved(metadata[layer], part * pool.pages))
+                list.__setitem__(self, layer, supply)
 
     def __getitem__(self, index: Any) -> Any:
         """Read one layer's supply, or those of a slice of layers."""
@@ -103,16 +107,21 @@ class PooledCaches(LayerCaches):
         self._read.update({layer: self._versions[self.slots[layer]] for layer in layers})
         return super().__getitem__(index)
 
-    def store(self, pool: Pool, cache: Any) -> None:
+    def pool(self, slot: int) -> Pool:
+        """A slot's pool as it is now."""
+        cache = list.__getitem__(self, self.layers[slot][0]).cache
+        return dataclasses.replace(self._by_slot[slot], cache=cache)
+
+    def store(self, slot: int, cache: Any) -> None:
         """Replace a pool's cache, after all of its layers have run."""
-        self._replace(pool.layers[0], cache)
+        self._replace(self.layers[slot][0], cache)
 
     def by_slot(self) -> list[Any]:
         """The runner's list of caches."""
-        caches = list(self._by_slot)
-        for slot, supply in zip(self.slots, self, strict=True):
-            caches[slot] = dataclasses.replace(caches[slot], cache=supply.cache)
-        return caches
+        return [
+            self.pool(slot) if slot in self.layers else cache
+            for slot, cache in enumerate(self._by_slot)
+        ]
 
     def _write(self, layer: int, supply: Any) -> None:
         if supply is list.__getitem__(self, layer):
@@ -128,6 +137,6 @@ class PooledCaches(LayerCaches):
     def _replace(self, layer: int, cache: Any) -> None:
         slot = self._take(layer, cache)
         self._versions[slot] += 1
-        for other in self._by_slot[slot].layers:
+        for other in self.layers[slot]:
             supply = list.__getitem__(self, other)
             list.__setitem__(self, other, Supply(cache, supply.metadata))

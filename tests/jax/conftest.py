@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvcached_patch import config
 from tools.maxtext import environment
 
-environment.prepare("1")
+environment.prepare("1", scan="pool")
 
 from tools.maxtext import kernels  # noqa: E402
 from tools.maxtext.models import MODELS  # noqa: E402
 from tools.maxtext.served import Served  # noqa: E402
 
-Serve = Callable[[str], Served]
+Serve = Callable[..., Served]
 
 
 @pytest.fixture(scope="session")
@@ -26,12 +27,14 @@ def stand_ins() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def serve(stand_ins: None) -> Serve:
-    """Models by name; each is made once."""
-    made: dict[str, Served] = {}
+    """Models by name and KVCACHED_PATCH_SCAN; each is made once."""
+    made: dict[tuple[str, str], Served] = {}
 
-    def serve(name: str) -> Served:
-        if name not in made:
-            made[name] = Served(MODELS[name])
-        return made[name]
+    def serve(name: str, scan: str = "layers") -> Served:
+        if (name, scan) not in made:
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                monkeypatch.setenv(config.SCAN, scan)
+                made[name, scan] = Served(MODELS[name])
+        return made[name, scan]
 
     return serve

@@ -19,15 +19,18 @@ def greedy(rng: Any, mesh: Any, logits: jax.Array, *_: Any, **__: Any) -> Any:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32), logits
 
 
-@pytest.mark.parametrize("name", ["gemma4-e2b", "olmo3-scanned"])
+@pytest.mark.parametrize(
+    ("name", "scan"),
+    [("gemma4-e2b", "layers"), ("olmo3-scanned", "layers"), ("olmo3-scanned", "pool")],
+)
 def test_it_decodes_what_single_steps_decode(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, name: str
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, name: str, scan: str
 ) -> None:
     from tpu_inference.runner import decode_loop
 
     for options in ("get_step_fn_compiler_options", "get_sampling_compiler_options"):
         monkeypatch.setattr(decode_loop, options, dict)
-    served = serve(name)
+    served = serve(name, scan)
     interface = served.interface
     prefill = [(r, range(n)) for r, n in enumerate(PROMPTS)]
     single, hidden, *_ = served.step(served.caches(), prefill)

@@ -86,12 +86,16 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         def held(engine: Served) -> float:
             return watch.held()[[a, b].index(engine)] / BUDGET
 
-        def grown(engine: Served, enough: float, busy: Served) -> float:
-            """What the engine holds, once that is enough; meanwhile `busy` never runs dry."""
+        def grown(engine: Served, enough: float, *busy: Served) -> float:
+            """What the engine holds, once that is enough; meanwhile none of `busy` runs dry.
+
+            An engine gives way with its next step, for which it may wait seconds on few cores.
+            """
             end = time.monotonic() + PATIENCE_SECONDS
             while (found := held(engine)) <= enough and time.monotonic() < end:
-                if len(busy.unanswered) < BURST:
-                    seen.send(busy, 1)
+                for each in busy:
+                    if len(each.unanswered) < BURST:
+                        seen.send(each, 1)
                 threading.Event().wait(0.005)
             return found
 
@@ -99,18 +103,18 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         a.wait()
         seen.kept = held(a)
         seen.send(b)
-        seen.alone = grown(b, 0.8, busy=b)
+        seen.alone = grown(b, 0.8, b)
         seen.send(a)
-        seen.woken = grown(a, 0.4, busy=b)
+        seen.woken = grown(a, 0.4, a, b)
         a.wait()
         b.wait()
         seen.preempted = sum(step.preempted for step in b.steps)
 
         seen.send(b)
-        seen.lost = grown(b, 0.4, busy=b)
+        seen.lost = grown(b, 0.4, b)
         b.kill()
         seen.send(a)
-        seen.after = grown(a, 0.8, busy=a)
+        seen.after = grown(a, 0.8, a)
         a.wait()
         seen.dropped = len(b.unanswered)
         seen.answers = a.answers | b.answers

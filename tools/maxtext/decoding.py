@@ -16,11 +16,15 @@ STEPS = 8
 
 @dataclass(frozen=True)
 class Decoded:
-    """Largest difference from the full prefill, scale of the hidden states, and the caches."""
+    """Largest difference from the full prefill, scale of the hidden states, and the caches.
+
+    hidden: what each of the steps gave, the full prefill first.
+    """
 
     delta: float
     scale: float
     caches: list[Cache]
+    hidden: list[Any]
 
 
 def decode(served: Served, index_map: dict[str, int] | None = None, order: Any = None) -> Decoded:
@@ -34,14 +38,15 @@ def decode(served: Served, index_map: dict[str, int] | None = None, order: Any =
     whole = [(r, range(n + STEPS)) for r, n in enumerate(PROMPTS)]
     expected = np.asarray(served.step(caches(), whole, **given)[1])
     rows = dict(zip(_tokens(whole), expected, strict=False))
-    held, delta = caches(), 0.0
+    held, delta, seen = caches(), 0.0, [expected]
     batches = [[(r, range(n)) for r, n in enumerate(PROMPTS)]]
     batches += [[(r, range(n + i, n + i + 1)) for r, n in enumerate(PROMPTS)] for i in range(STEPS)]
     for batch in batches:
         held, hidden, *_ = served.step(held, batch, **given)
-        for at, row in zip(_tokens(batch), np.asarray(hidden), strict=False):
+        seen.append(np.asarray(hidden))
+        for at, row in zip(_tokens(batch), seen[-1], strict=False):
             delta = max(delta, float(np.abs(row - rows[at]).max()))
-    return Decoded(delta, float(np.abs(expected).max()), held)
+    return Decoded(delta, float(np.abs(expected).max()), held, seen)
 
 
 def decode_permuted(served: Served, seed: int = 1) -> tuple[Decoded, list[int]]:

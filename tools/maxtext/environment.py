@@ -20,9 +20,12 @@ ENVIRONMENT = {
 }
 
 
-def prepare(toggle: str) -> None:
-    """Set it, and whether MaxText is patched, in this process and its children."""
-    os.environ.update(ENVIRONMENT, KVCACHED_PATCH=toggle)
+def prepare(toggle: str, scan: str = "") -> None:
+    """Set it, and how MaxText is patched, in this process and its children.
+
+    scan: KVCACHED_PATCH_SCAN; what it adds is patched or not when tpu-inference is imported.
+    """
+    os.environ.update(ENVIRONMENT, KVCACHED_PATCH=toggle, KVCACHED_PATCH_SCAN=scan)
     if toggle == "1":
         from kvcached_patch import _startup
 

@@ -135,6 +135,7 @@ MODELS = {
     "qwen3-scanned": Model("qwen3-0.6b", 4, scan=True),
     "llama": Model("llama3.1-8b", 3),
     "llama-scanned": Model("llama3.1-8b", 3, scan=True, maxtext={"remat_policy": "full"}),
+    "llama-scanned-first": Model("llama3.1-8b", 3, scan=True, maxtext={"param_scan_axis": 0}),
     "gemma2-scanned": Model("gemma2-2b", 4, scan=True, per_layer=2, maxtext=WINDOW),
     "mistral-scanned": Model("mistral-7b", 3, scan=True),
     "gemma3-scanned": Model("gemma3-4b", 7, scan=True, maxtext=WINDOW, refused=("0.2.3",)),

@@ -6,7 +6,7 @@ import json
 import random
 import tempfile
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,10 @@ Runner = tuple[Any, ...]
 class Served:
     """One model, with caches as the real KVCacheManager lays them out for the installed vLLM."""
 
-    def __init__(self, model: Model, devices: int = 1) -> None:
+    def __init__(
+        self, model: Model, devices: int = 1, *, axis: str = "model", draft: bool = False
+    ) -> None:
+        """`devices` along an axis of the runner's mesh. draft: a draft layer has a cache too."""
         from tpu_inference.models.common.model_loader import get_model
         from tpu_inference.runner.kv_cache_manager import KVCacheManager
         from vllm.config import set_current_vllm_config
@@ -38,16 +41,27 @@ class Served:
 
         register()
         self.model = model
-        config = vllm_config(model, devices)
-        self.mesh = mesh(devices)
+        config = vllm_config(model, devices if axis == "model" else 1)
+        self.mesh = mesh(devices, axis)
         with set_current_vllm_config(config):
             self.interface = get_model(config, jax.random.key(0, impl="unsafe_rbg"), self.mesh)
             self._runner = _runner(config, self.mesh, self.interface.model)
-            manager = KVCacheManager(self._runner)
-            specs = manager.get_kv_cache_spec()
+            self.manager = KVCacheManager(self._runner)
+            specs = self.manager.get_kv_cache_spec()
+            if draft:
+                specs |= {"draft_layer.0": specs["layer.0"]}
             resolve_kv_cache_layout(config, [["LBNHC"]], specs.values())
             self._kv_cache_config = get_kv_cache_configs(config, [specs], [8 * MIB])[0]
-            manager.initialize_kv_cache(self._kv_cache_config)
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Have the manager make the caches; if it made some before, in their place."""
+        from vllm.config import set_current_vllm_config
+
+        if self._stored:
+            self.manager.delete_kv_cache()
+        with set_current_vllm_config(self._runner.vllm_config):
+            self.manager.initialize_kv_cache(self._kv_cache_config)
 
     @property
     def index_map(self) -> dict[str, int]:
@@ -59,7 +73,7 @@ class Served:
         empty = jax.tree.map(lambda a: jax.device_put(jnp.zeros_like(a), a.sharding), self._stored)
         return list(empty)
 
-    @cached_property
+    @property
     def _stored(self) -> list[Cache]:
         return list(self._runner.kv_caches)
 
@@ -149,11 +163,11 @@ def in_layer_order(index_map: dict[str, int], slots: int) -> tuple[dict[str, int
     return {name: order[slot] for name, slot in index_map.items()}, order
 
 
-def mesh(devices: int = 1) -> Mesh:
-    """The runner's mesh for tensor parallelism over so many devices."""
+def mesh(devices: int = 1, axis: str = "model") -> Mesh:
+    """The runner's mesh, with so many devices along one of its axes."""
     from tpu_inference.layers.common.sharding import MESH_AXIS_NAMES
 
-    shape = [devices if name == "model" else 1 for name in MESH_AXIS_NAMES]
+    shape = [devices if name == axis else 1 for name in MESH_AXIS_NAMES]
     return Mesh(np.array(jax.devices()[:devices]).reshape(shape), MESH_AXIS_NAMES)
 
 
