@@ -50,7 +50,7 @@ jax: venv-jax
 jax-releases: $(addprefix jax-maxtext-,$(MAXTEXT)) $(addprefix jax-tpu-,$(TPU))
 
 jax-maxtext-%: venv-jax
-	PYTHONPATH=$(JAX)/releases/maxtext-$* $(JAX)/bin/python -m pytest -q tests/jax/test_models.py
+	PYTHONPATH=$(JAX)/releases/maxtext-$* $(JAX)/bin/python -m pytest -q tests/jax/test_models.py tests/jax/test_pools.py
 
 jax-tpu-%: venv-jax
 	PYTHONPATH=$(JAX)/releases/tpu-inference-$* $(JAX)/bin/python -m pytest -q tests/jax/test_sharding.py
@@ -88,6 +88,8 @@ BENCHMARKS = reclaim fragmentation scheduling overhead colocation
 bench: dev venv-$(VLLM) venv-jax
 	@for name in $(BENCHMARKS); do $(ENGINE)/bin/python -m bench.$$name || exit; done
 	@$(JAX)/bin/python -m bench.compiling
+	@$(JAX)/bin/python -m bench.scanning
+	@PYTHONPATH=$(JAX)/releases/maxtext-0.2.4 $(JAX)/bin/python -m bench.scanning
 	@$(DEV)/bin/python -m bench.figure
 
 seams: venv-$(VLLM)

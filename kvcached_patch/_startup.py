@@ -109,7 +109,7 @@ def examine(package: str) -> Verdict | None:
     from kvcached_patch.seams.manifest import load_manifest
 
     installed = locate(package)
-    manifest = load_manifest(package).under([f"{config.SCAN}={config.load().scan}"])
+    manifest = load_manifest(package).under(config.load().chosen)
     return check(manifest, installed) if installed else None
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from kvcached_patch import __version__, config
 from kvcached_patch.cli_text import folded, width
 from kvcached_patch.core.sizes import parse_bytes
-from kvcached_patch.errors import ConfigError, SeamMismatch
+from kvcached_patch.errors import ConfigError, KvcachedPatchError
 
 EXIT_STATUS = """\
 exit status:
@@ -179,12 +179,14 @@ def _doctor(*, as_json: bool, probe: bool, arguments: Sequence[str]) -> int:
 
 
 def _seams(wheels: Sequence[Path], *, as_json: bool) -> int:
+    from kvcached_patch import config
     from kvcached_patch._startup import TARGETS
     from kvcached_patch.seams.wheel import examine
 
     try:
-        reports = [examine(wheel, TARGETS) for wheel in wheels]
-    except SeamMismatch as error:
+        chosen = config.load().chosen
+        reports = [examine(wheel, TARGETS, chosen) for wheel in wheels]
+    except KvcachedPatchError as error:
         print(f"kvcached-patch seams: {error}", file=sys.stderr)
         return 1
     if as_json:

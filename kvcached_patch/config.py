@@ -114,6 +114,11 @@ class Config:
     budget: int | None = None
     scan: str = "layers"
 
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """Settings by which seams are in force or not, as manifests name them."""
+        return (f"{SCAN}={self.scan}",)
+
 
 def parse_switch(name: str, value: str, *, auto: bool = False) -> Mode:
     """Parse a switch; the only parser of boolean variables.

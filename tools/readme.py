@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of the README that are made from data, each between two lines that name it.
 
-python -m tools.readme      put the table of settings in, from kvcached_patch/config.py
+python -m tools.readme      put these tables in: the settings, from kvcached_patch/config.py, and
+                            what depth costs, from bench/results/scanning-*.json
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
-from kvcached_patch.config import SETTINGS, Setting
+from kvcached_patch.config import SCAN_KINDS, SETTINGS, Setting
 
 README = Path(__file__).resolve().parent.parent / "README.md"
-PART, MAKER = "settings", "make readme"
+MAKER = "make readme"
+RESULTS = README.parent / "bench" / "results"
 
 
 class ReadmeError(Exception):
@@ -46,6 +49,36 @@ def _row(setting: Setting) -> str:
     return f"| `{setting.name}` | {values} | {default} | {setting.meaning} |"
 
 
+def scanning() -> str:
+    """The table of what depth costs, of each MaxText that was measured."""
+    lines = [
+        "| MaxText | model | layers | unrolled: seconds | pools | unrolled: StableHLO | pools "
+        "| unrolled: temporaries | pools |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for path in sorted(RESULTS.glob("scanning-*.json"), reverse=True):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        rows = {(row["model"], row["layers"], row["scan"]): row for row in result["rows"]}
+        for model, layers in dict.fromkeys((model, layers) for model, layers, _ in rows):
+            ways = [rows[model, layers, scan] for scan in SCAN_KINDS]
+            cells = [f"{way['seconds']:.2f}" for way in ways]
+            for key in ("StableHLO", "temporaries"):
+                cells += [f"{way[key] / 1024:.0f} KiB" for way in ways]
+            name = model.removesuffix("-scanned")
+            lines.append(f"| {result['maxtext']} | {name} | {layers} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+PARTS = {"settings": settings, "scanning": scanning}
+
+
+def made(readme: str) -> str:
+    """The README's text with the parts as they are to be."""
+    for part, make in PARTS.items():
+        readme = with_part(readme, part, MAKER, make())
+    return readme
+
+
 def main() -> int:
     """Command line."""
     if sys.argv[1:]:
@@ -53,7 +86,7 @@ def main() -> int:
         return 2
     try:
         text = README.read_text(encoding="utf-8")
-        README.write_text(with_part(text, PART, MAKER, settings()))
+        README.write_text(made(text))
     except ReadmeError as error:
         print(f"readme: {error}", file=sys.stderr)
         return 1

@@ -49,7 +49,7 @@ def main() -> int:
     except NoWheel as error:
         print(error, file=sys.stderr)
         return 1
-    reports = [examine(path, ["vllm"]) for path in wheels]
+    reports = [examine(path, ["vllm"], []) for path in wheels]
     show(reports)
     return 0 if all(report.ok for report in reports) else 1
 

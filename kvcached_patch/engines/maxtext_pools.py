@@ -14,6 +14,7 @@ from kvcached_patch.core.pool_plan import PoolPlan, plan_pools
 from kvcached_patch.errors import ConfigError, LayerPlanError
 from kvcached_patch.jax.index_map import resolve
 from kvcached_patch.jax.pools import pages_of, pooled
+from kvcached_patch.seams.apply import armed
 
 logger = logging.getLogger("vllm.kvcached_patch")
 
@@ -50,6 +51,8 @@ def _plan(runner: Any) -> PoolPlan:
     settings = getattr(runner.model, "maxtext_config", None)
     if settings is None or slots is None:
         raise LayerPlanError(f"{type(runner.model).__name__} is not MaxText's")
+    if not any(entry.package == "maxtext" for entry in armed()):
+        raise LayerPlanError("MaxText is not patched, and would not know what to do with pools")
     if not settings.scan_layers:
         raise LayerPlanError("its layers are not scanned (scan_layers: false)")
     if not getattr(settings, "pure_nnx_decoder", True):

@@ -65,13 +65,15 @@ class WheelReport:
         return "\n".join(lines)
 
 
-def examine(wheel: Path, packages: Collection[str]) -> WheelReport:
+def examine(wheel: Path, packages: Collection[str], chosen: Collection[str]) -> WheelReport:
     """Check the wheel of one of the packages (import names) against that package's manifest.
+
+    chosen: see `Manifest.under`.
 
     Raises SeamMismatch if the file is no wheel, or one of another package.
     """
     with _unpacked(wheel, packages) as installed:
-        manifest = load_manifest(installed.package)
+        manifest = load_manifest(installed.package).under(chosen)
         verdict = check(manifest, installed, alone=True)
         unlisted = () if verdict.aside else unlisted_importers(manifest, installed)
         return WheelReport(verdict, tuple((seam.id, module) for seam, module in unlisted))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from importlib.metadata import version
 from typing import Any
@@ -13,13 +12,15 @@ import numpy as np
 import pytest
 
 from kvcached_patch import config
+from kvcached_patch.engines import maxtext_pools
 from kvcached_patch.errors import ConfigError
 from kvcached_patch.jax.pools import Pool
 from tests.jax.conftest import Serve
+from tests.jax.stock import stock
 from tools.maxtext import kernels
 from tools.maxtext.decoding import PROMPTS, decode, decode_permuted, written
-from tools.maxtext.models import MODELS, Model
-from tools.maxtext.served import REQUESTS, TOKENS, Served
+from tools.maxtext.models import MODELS, deep
+from tools.maxtext.served import REQUESTS, TOKENS, Served, copied_bytes, lowered, token
 
 LIMIT = 1e-4  # float32
 MAXTEXT = version("maxtext")
@@ -72,23 +73,6 @@ def test_there_is_a_pool_for_each_kind_and_not_a_byte_more(serve: Serve, name: s
     )
 
 
-def deep(name: str, layers: int) -> Model:
-    model = MODELS[name]
-    kinds = model.hf.get("layer_types", [])
-    return dataclasses.replace(
-        model,
-        layers=layers,
-        hf=model.hf | ({"layer_types": (kinds * layers)[:layers]} if kinds else {}),
-    )
-
-
-def lowered(served: Served) -> Any:
-    def step(caches: Any, leaves: Any) -> Any:
-        return served.step(caches, BATCH, state_leaves=leaves)
-
-    return jax.jit(step, donate_argnums=0).lower(served.caches(), served.interface.state_leaves)
-
-
 @pytest.mark.parametrize("name", ["qwen3-scanned", "gpt-oss-scanned", "qwen3-next-scanned"])
 def test_the_program_does_not_grow_with_depth_and_copies_no_cache(
     stand_ins: None, name: str
@@ -97,16 +81,14 @@ def test_the_program_does_not_grow_with_depth_and_copies_no_cache(
         return
     sizes, temporaries = [], []
     for layers in DEPTHS:
-        served = Served(deep(name, layers))
+        served = Served(deep(MODELS[name], layers))
         caches = jax.tree.leaves(served.caches())
         program = lowered(served)
         sizes.append(len(program.as_text()))
         compiled = program.compile()
         memory = compiled.memory_analysis()
         assert memory.alias_size_in_bytes == sum(cache.nbytes for cache in caches)  # donated
-        shapes = {",".join(map(str, cache.shape)) for cache in caches}
-        copied = re.findall(r"= f32\[([\d,]+)\]\S* copy\(", compiled.as_text())
-        assert [shape for shape in copied if shape in shapes] == []
+        assert copied_bytes(compiled, caches) == 0
         temporaries.append(memory.temp_size_in_bytes)
     assert max(sizes) <= 1.15 * min(sizes)
     assert max(temporaries) <= 1.15 * min(temporaries)
@@ -193,8 +175,6 @@ class TestSharded:
 
 
 def padded(request: int, tokens: int) -> list[int]:
-    from tools.maxtext.served import token
-
     return [token(request, p) for p in range(tokens)] + [0] * (TOKENS - tokens)
 
 
@@ -268,6 +248,21 @@ class TestOthers:
         (said,) = [r.getMessage() for r in caplog.records if config.SCAN in r.getMessage()]
         assert re.search(f"KV caches stay as they are: its layers are {why}", said)
         assert decode(served).delta <= LIMIT
+
+    def test_a_maxtext_that_is_not_patched_gets_no_pools(
+        self,
+        stand_ins: None,
+        caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """With KVCACHED_PATCH=auto one of the two libraries may be left as it is."""
+        with monkeypatch.context() as patch:
+            patch.setattr(maxtext_pools, "armed", lambda: ())
+            served = Served(MODELS["qwen3-scanned"])
+        assert all(isinstance(cache, jax.Array) for cache in served.caches())
+        assert "KV caches stay as they are: MaxText is not patched" in caplog.text
+        with stock():
+            decode(served)
 
     def test_the_log_names_the_pools(
         self, stand_ins: None, caplog: pytest.LogCaptureFixture

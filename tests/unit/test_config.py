@@ -16,6 +16,8 @@ from kvcached_patch.config import (
     POOL_KINDS,
     RETAIN,
     RETAIN_FORMS,
+    SCAN,
+    SCAN_KINDS,
     SIZE_FORMS,
     TOGGLE,
     VARIABLES,
@@ -42,6 +44,7 @@ BAD = {
     ),
     LIMIT: (SIZE_FORMS, ["0", "0B", "1GB", "-1", "none", "60s", "2 GiB 1", "1e9"]),
     BUDGET: (SIZE_FORMS, ["0", "0KiB", "1GB", "-1", "all", "60s", "GiB"]),
+    SCAN: (SCAN_KINDS, ["1", "on", "pools", "layer", "unrolled"]),
     POOL: (POOL_KINDS, ["1", "on", "hosts", "host,static", "ho st", "gpu", "ÄUTO", "'host'"]),
 }
 

@@ -159,6 +159,13 @@ def test_a_manifest_says_which_seams_and_importers_a_release_has() -> None:
     assert second.importers_in(Version("2.5rc1")) == ("lib.user", "lib.later")
 
 
+def test_a_seam_may_depend_on_a_setting() -> None:
+    manifest = parse_manifest(GOOD.replace("[[seam]]", '[[seam]]\nsetting = "A=b"', 1), "test.toml")
+    assert [seam.setting for seam in manifest.seams] == ["A=b", ""]
+    assert manifest.under(["A=b"]) == manifest
+    assert manifest.under(["A=c"]).seams == manifest.seams[1:]
+
+
 def test_a_manifest_says_what_is_relied_on_besides() -> None:
     manifest = parse_manifest(GOOD + USES, "test.toml")
     queue, length = manifest.uses

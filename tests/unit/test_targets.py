@@ -71,6 +71,19 @@ def test_a_release_that_is_right_is_left_alone(
     assert (verdict.problem, len(verdict.seams)) == ("", 0 if aside else 1)
 
 
+@pytest.mark.parametrize(("chosen", "aside"), [((), True), (("NAME=pool",), False)])
+def test_a_setting_asks_for_a_seam_of_a_release_that_needs_none(
+    tmp_path: Path, chosen: tuple[str, ...], aside: bool
+) -> None:
+    target = replace(manifest(replace(seam(), setting="NAME=pool")), right=SpecifierSet(">=1"))
+    tree = installed(tmp_path, {"work.py": "def allocate(plan): pass"})
+    verdict = check(target.under(chosen), tree)
+    assert (bool(verdict.aside), verdict.problem) == (aside, "")
+    assert [each.setting for each in verdict.seams] == list(chosen)
+    changed = installed(tmp_path / "changed", {"work.py": "def allocate(): pass"})
+    assert bool(check(target.under(chosen), changed).problem) is not aside
+
+
 @pytest.mark.parametrize(("package", "aside"), [("pytest", True), ("no_such_package", False)])
 def test_a_library_whose_place_another_takes_is_left_alone(
     tmp_path: Path, package: str, aside: bool

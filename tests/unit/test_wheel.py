@@ -80,6 +80,18 @@ def test_a_release_that_needs_no_patch(tmp_path: Path, capsys: pytest.CaptureFix
     assert "left as it is: tpu_inference 0.30.0 needs no patch" in capsys.readouterr().out
 
 
+def test_a_setting_that_needs_more_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCACHED_PATCH", "1")
+    monkeypatch.setenv("KVCACHED_PATCH_SCAN", "pool")
+    assert main(["seams", "--wheel", str(wheel(tmp_path, "0.32.0"))]) == 1
+    assert "0.32.0: seam kv-caches differs" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setenv("KVCACHED_PATCH_SCAN", "pools")
+    assert main(["seams", "--wheel", str(wheel(tmp_path, "0.32.0"))]) == 1
+    assert "KVCACHED_PATCH_SCAN='pools'" in capsys.readouterr().err
+
+
 def test_several_wheels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     older = wheel(tmp_path, "0.26.0")
     assert main(["seams", "--wheel", str(wheel(tmp_path)), str(older)]) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
@@ -67,6 +67,13 @@ class Model:
             "max_position_embeddings": 64,
             **self.hf,
         }
+
+
+def deep(model: Model, layers: int) -> Model:
+    """The same model with so many layers."""
+    kinds = model.hf.get("layer_types")
+    hf = model.hf | ({"layer_types": (kinds * layers)[:layers]} if kinds else {})
+    return replace(model, layers=layers, hf=hf)
 
 
 def _old_settings() -> dict[str, Any]:
@@ -136,6 +143,7 @@ MODELS = {
     "llama": Model("llama3.1-8b", 3),
     "llama-scanned": Model("llama3.1-8b", 3, scan=True, maxtext={"remat_policy": "full"}),
     "llama-scanned-first": Model("llama3.1-8b", 3, scan=True, maxtext={"param_scan_axis": 0}),
+    "llama-scanned-int8": Model("llama3.1-8b", 3, scan=True, maxtext={"quantization": "int8"}),
     "gemma2-scanned": Model("gemma2-2b", 4, scan=True, per_layer=2, maxtext=WINDOW),
     "mistral-scanned": Model("mistral-7b", 3, scan=True),
     "gemma3-scanned": Model("gemma3-4b", 7, scan=True, maxtext=WINDOW, refused=("0.2.3",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import tempfile
 from collections.abc import Sequence
 from functools import cache
@@ -142,6 +143,22 @@ class Served:
             **{name: jnp.array(value, jnp.int32) for name, value in arrays.items()},
             padded_num_reqs=REQUESTS,
         )
+
+
+def lowered(served: Served) -> Any:
+    """The step of a batch as a program of caches, which are donated, and weights."""
+
+    def step(caches: Any, leaves: Any) -> Any:
+        return served.step(caches, [(0, range(9)), (1, range(12))], state_leaves=leaves)
+
+    return jax.jit(step, donate_argnums=0).lower(served.caches(), served.interface.state_leaves)
+
+
+def copied_bytes(compiled: Any, caches: Sequence[jax.Array]) -> int:
+    """What an optimized program copies of arrays with the shapes of these caches."""
+    sizes = {",".join(map(str, cache.shape)): cache.nbytes for cache in caches}
+    copies = re.findall(r"= f32\[([\d,]+)\]\S* copy\(", compiled.as_text())
+    return sum(sizes.get(shape, 0) for shape in copies)
 
 
 def token(request: int, position: int) -> int:
