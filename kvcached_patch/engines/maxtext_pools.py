@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,25 +32,29 @@ def initialize_kv_cache(
 
     Raises ConfigError naming what addresses caches by layer from outside.
     """
-    runner = manager.runner
-    if config.load().scan == "pool":
-        _refuse_others(runner)
     wrapped(*args, **kwargs)
-    if config.load().scan == "pool" and runner.kv_caches:
-        try:
-            plan = _plan(runner)
-        except LayerPlanError as error:
-            logger.warning("kvcached-patch: %s: KV caches stay as they are: %s", POOLED, error)
-            return
-        _pool(runner, plan)
+    runner = manager.runner
+    if config.load().scan != "pool" or not runner.kv_caches:
+        return
+    try:
+        slots, plan = _planned(runner)
+    except LayerPlanError as error:
+        logger.warning("kvcached-patch: %s: KV caches stay as they are: %s", POOLED, error)
+        return
+    _refuse_others(runner, slots)
+    _pool(runner, slots, plan)
 
 
-def _plan(runner: Any) -> PoolPlan:
-    """Raises LayerPlanError saying why there can be no pools."""
+def _planned(runner: Any) -> tuple[tuple[int, ...], PoolPlan]:
+    """Which cache each layer has, and the pools.
+
+    Raises LayerPlanError saying why there can be none.
+    """
     slots = resolve(runner.layer_name_to_kvcache_index, len(runner.kv_caches))
-    settings = getattr(runner.model, "maxtext_config", None)
+    model = getattr(runner, "model", None)
+    settings = getattr(model, "maxtext_config", None)
     if settings is None or slots is None:
-        raise LayerPlanError(f"{type(runner.model).__name__} is not MaxText's")
+        raise LayerPlanError(f"{type(model).__name__} is not MaxText's")
     if not any(entry.package == "maxtext" for entry in armed()):
         raise LayerPlanError("MaxText is not patched, and would not know what to do with pools")
     if not settings.scan_layers:
@@ -58,7 +62,7 @@ def _plan(runner: Any) -> PoolPlan:
     if not getattr(settings, "pure_nnx_decoder", True):
         raise LayerPlanError("its decoder is linen's, which stacks them (pure_nnx_decoder: false)")
     pages = [pages_of(runner.kv_caches[slot]) for slot in slots]
-    return plan_pools(slots, pages, _cycle(settings, len(slots)))
+    return slots, plan_pools(slots, pages, _cycle(settings, len(slots)))
 
 
 def _cycle(settings: Any, layers: int) -> int:
@@ -78,29 +82,44 @@ def _cycle(settings: Any, layers: int) -> int:
     return int(settings.inhomogeneous_layer_cycle_interval) * in_a_layer
 
 
-def _pool(runner: Any, plan: PoolPlan) -> None:
-    """Put the pools first in the runner's list; caches of no decoder layer follow."""
+def _refuse_others(runner: Any, slots: Sequence[int]) -> None:
+    """Raises ConfigError for what knows the caches of single layers, by name."""
+    from tpu_inference.core.disagg_utils import is_disagg_enabled
+
+    others = _others(runner, slots).items()
+    if (transfer := runner.vllm_config.kv_transfer_config) is not None:
+        found = f"the KV connector {transfer.kv_connector}"
+    elif is_disagg_enabled():
+        found = "disaggregated serving (PREFILL_SLICES)"
+    else:
+        found = next((name for name, slot in others if slot in slots), "")
+    if found:
+        raise ConfigError(
+            f"{POOLED}: {found} addresses the KV caches of single layers; expected nothing that "
+            f"does, or {config.SCAN} unset"
+        )
+
+
+def _others(runner: Any, slots: Sequence[int]) -> dict[str, int]:
+    """What of the index map is no decoder layer's, such as drafts."""
+    ours = {f"layer.{layer}" for layer in range(len(slots))}
     index_map = runner.layer_name_to_kvcache_index
-    slots = resolve(index_map, len(runner.kv_caches))
-    assert slots is not None, "planned"
-    names = {name: layer for layer in range(len(slots)) for name in [f"layer.{layer}"]}
-    others = {name: slot for name, slot in index_map.items() if name not in names}
-    for name, slot in others.items():
-        if slot in slots:
-            raise ConfigError(
-                f"{POOLED}: {name} shares the KV cache of layer.{slots.index(slot)}; expected no "
-                f"draft model that does, or {config.SCAN} unset"
-            )
+    return {name: slot for name, slot in index_map.items() if name not in ours}
+
+
+def _pool(runner: Any, slots: Sequence[int], plan: PoolPlan) -> None:
+    """Put the pools first in the runner's list; caches of no decoder layer follow."""
     caches = runner.kv_caches
     nbytes = _nbytes(caches)
-    pools = [pooled([caches[slots[i]] for i in layers]) for layers in plan.pools]
+    others = _others(runner, slots)
+    pools = [pooled([caches[slots[layer]] for layer in layers]) for layers in plan.pools]
     rest = sorted(set(range(len(caches))) - set(slots))
-    places = {slot: len(pools) + i for i, slot in enumerate(rest)}
     caches[:] = [*pools, *(caches[slot] for slot in rest)]
-    for name, layer in names.items():
-        index_map[name] = plan.where(layer)[0]
-    index_map.update({name: places[slot] for name, slot in others.items()})
     assert _nbytes(caches) == nbytes
+    runner.layer_name_to_kvcache_index.update(
+        {f"layer.{layer}": plan.where(layer)[0] for layer in range(len(slots))}
+        | {name: len(pools) + rest.index(slot) for name, slot in others.items()}
+    )
     logger.info(
         "kvcached-patch: %s: %d KV caches in %d pools of layers %s",
         POOLED,
@@ -112,19 +131,3 @@ def _pool(runner: Any, plan: PoolPlan) -> None:
 
 def _nbytes(caches: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
-
-
-def _refuse_others(runner: Any) -> None:
-    """Raises ConfigError for what moves blocks of single layers, by name."""
-    from tpu_inference.core.disagg_utils import is_disagg_enabled
-
-    transfer = runner.vllm_config.kv_transfer_config
-    if transfer is not None:
-        found = f"the KV connector {transfer.kv_connector}"
-    elif is_disagg_enabled():
-        found = "disaggregated serving (PREFILL_SLICES)"
-    else:
-        return
-    raise ConfigError(
-        f"{POOLED}: {found} moves blocks of single layers; expected none, or {config.SCAN} unset"
-    )

@@ -40,7 +40,7 @@ def pooled(caches: Sequence[Any]) -> Pool:
         )
         for leaf in leaves
     ]
-    (pages,) = {leaf.sharding.shard_shape(leaf.shape)[0] for leaf in leaves}
+    (pages,) = _pages(leaves)
     for leaf in jax.tree.leaves(list(caches)):
         leaf.delete()
     empty = [_zeros(spec) for spec in specs]
@@ -53,11 +53,22 @@ def _zeros(spec: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def pages_of(cache: Any) -> str:
-    """What the caches of two layers must have in common to be of one pool."""
-    return ", ".join(
-        f"{leaf.dtype}{list(leaf.shape)} over {leaf.sharding.spec}"
-        for leaf in jax.tree.leaves(cache)
+    """What the caches of two layers must have in common to be of one pool.
+
+    Raises LayerPlanError if a layer's states do not have the same number of pages in a shard.
+    """
+    leaves = jax.tree.leaves(cache)
+    found = ", ".join(
+        f"{leaf.dtype}{list(leaf.shape)} over {leaf.sharding.spec}" for leaf in leaves
     )
+    if len(_pages(leaves)) != 1:
+        raise LayerPlanError(f"the states of a layer differ in the number of their pages: {found}")
+    return found
+
+
+def _pages(leaves: Sequence[jax.Array]) -> set[int]:
+    """How many each has in a shard."""
+    return {leaf.sharding.shard_shape(leaf.shape)[0] for leaf in leaves}
 
 
 def moved(metadata: Any, pages: Any) -> Any:
