@@ -114,8 +114,6 @@ def examine(package: str) -> Verdict | None:
 
 
 def _patch(package: str) -> None:
-    import multiprocessing
-
     from kvcached_patch.errors import SeamMismatch
     from kvcached_patch.seams.apply import arm
 
@@ -128,7 +126,7 @@ def _patch(package: str) -> None:
     if verdict.problem:
         raise SeamMismatch(verdict.problem)
     version = verdict.installed.version
-    if not verdict.tested and multiprocessing.parent_process() is None:
+    if not verdict.tested and _is_first():
         _logger().warning(
             "kvcached-patch: %s %s is untested; all its seams match, so it is patched",
             package,
@@ -142,11 +140,19 @@ def _refuse(package: str, error: KvcachedPatchError) -> None:
     from kvcached_patch import config
 
     if config.load().mode is config.Mode.AUTO:
-        _logger().warning("kvcached-patch: off, %s runs unpatched: %s", TARGETS[package], error)
+        if _is_first():
+            _logger().warning("kvcached-patch: off, %s runs unpatched: %s", TARGETS[package], error)
         return
     _decisions.pop(package, None)
     install()
     raise error
+
+
+def _is_first() -> bool:
+    """Whether this is no child of a process that has said the same."""
+    import multiprocessing
+
+    return multiprocessing.parent_process() is None
 
 
 def _reconsider() -> None:

@@ -129,7 +129,8 @@ RUNNERS = {"V1": BareV1Runner, "V2": BareV2Runner}
 class Stage:
     """A real config with real attention layers in its forward context."""
 
-    def __init__(self, model: str = "llama") -> None:
+    def __init__(self, model: str = "llama", **engine: Any) -> None:
+        """Of a tiny model; `engine`: further settings of ``EngineArgs``."""
         args = EngineArgs(
             model=model_dir(model),
             load_format="dummy",
@@ -139,6 +140,7 @@ class Stage:
             max_model_len=256,
             enable_prefix_caching=False,
             block_size=32,
+            **engine,
         )
         self.config = args.create_engine_config()
         self.layers = self.config.compilation_config.static_forward_context

@@ -10,6 +10,7 @@ from packaging.version import Version
 from kvcached_patch.seams.manifest import load_manifest
 from tests.fresh import python
 from tests.overlay import overlay
+from tests.parity import assert_same, run
 
 UTILS = "v1/worker/utils.py"
 ABSTRACT = "v1/executor/abstract.py"
@@ -68,6 +69,34 @@ def test_changed_signature_with_auto_runs_stock_and_warns_once(changed: Path) ->
     assert "vLLM runs unpatched: vllm 0.32.0: seam allocate differs" in warning
 
 
+def test_of_a_changed_newer_release_the_same_is_said(tmp_path: Path) -> None:
+    newer = {**CHANGED, "_version.py": ("'0.32.0'", "'0.99.0'")}
+    tree = overlay(tmp_path, newer)
+    done = python("-c", IMPORT_TWICE, PYTHONPATH=str(tree), KVCACHED_PATCH="1")
+    first, second = [line for line in done.stdout.splitlines() if line.startswith("SeamMismatch|")]
+    assert first == second
+    assert first.startswith("SeamMismatch|vllm 0.99.0: seam allocate differs")
+    done = python("-c", PATCHED, PYTHONPATH=str(tree), KVCACHED_PATCH="auto")
+    assert done.stdout.splitlines()[-1] == STOCK
+    (warning,) = warnings(done.stderr)
+    assert "vLLM runs unpatched: vllm 0.99.0: seam allocate differs" in warning
+
+
+def test_its_child_processes_do_not_say_it_again(changed: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing\n"
+        "import vllm.v1.worker.utils as u\n"
+        "def child():\n    print('child', type(u.allocate_kv_cache).__name__, flush=True)\n"
+        "if __name__ == '__main__':\n"
+        "    process = multiprocessing.get_context('spawn').Process(target=child)\n"
+        "    process.start()\n    process.join()\n"
+    )
+    done = python(str(script), PYTHONPATH=str(changed), KVCACHED_PATCH="auto")
+    assert done.stdout.splitlines()[-1] == "child function"
+    assert len(warnings(done.stderr)) == 1
+
+
 def test_kvcached_185_nothing_is_patched_before_all_is_checked(changed: Path) -> None:
     code = IMPORT_TWICE + "from kvcached_patch.seams.apply import armed; print(armed())"
     done = python("-c", code, PYTHONPATH=str(changed), KVCACHED_PATCH="on")
@@ -87,6 +116,16 @@ def test_untested_release_with_matching_seams_warns_once(version: str, tmp_path:
     assert done.stdout.splitlines()[-1] == OURS
     (warning,) = warnings(done.stderr)
     assert f"vllm {version} is untested; all its seams match" in warning
+
+
+def test_an_untested_release_with_matching_seams_runs(tmp_path: Path) -> None:
+    tree = overlay(tmp_path, {"_version.py": ("'0.32.0'", "'0.99.0'")})
+    job = {"env": {"PYTHONPATH": str(tree)}}
+    stock = run("untested", "gemma3n", patched=False, **job)
+    patched = run("untested", "gemma3n", patched=True, **job)
+    assert_same(stock, patched)
+    assert len(patched.active_lines()) == 3
+    assert patched.log.count("vllm 0.99.0 is untested; all its seams match") == 1
 
 
 @pytest.mark.parametrize("version", ["0.32.0.post2", "0.32.0+cpu", "0.32.0+cu130"])

@@ -33,21 +33,20 @@ SHARED = [prompt(100, 1), prompt(70, 2)]
 LONGER = [[*text, 9, k] for k, text in enumerate(SHARED * 2, start=20)]
 
 
-def speculates() -> bool:
-    """Whether this vLLM starts with speculation on a CPU; the others raise TypeError.
-
-    Up to 0.24 its rejection sampler passes USE_FP64_GUMBEL to a kernel whose CPU version does not
-    take it; 0.30 wants to inspect the parameters of a kernel, for which it needs Triton.
-    """
+def no_speculation() -> str:
+    """Why this vLLM does not start with speculation on a CPU, where it raises TypeError; or ''."""
     from vllm.utils import cpu_triton_utils
 
-    takes_it = "USE_FP64_GUMBEL" in inspect.getsource(cpu_triton_utils)
-    return takes_it and Version(vllm.__version__).release[:2] != (0, 30)
+    if "USE_FP64_GUMBEL" not in inspect.getsource(cpu_triton_utils):  # up to 0.24
+        return "its sampler passes USE_FP64_GUMBEL to a kernel whose CPU version has no such thing"
+    if Version(vllm.__version__).release[:2] == (0, 30):
+        return "it inspects the parameters of a kernel, for which it needs Triton"
+    return ""
 
 
 def modes(job: Job) -> Found:
     """The findings of several engines by their names, each a list of them for every mode."""
-    speculative = {"draft": _draft} if speculates() else {}
+    speculative = {} if no_speculation() else {"draft": _draft}
     return forked(job, llama=_llama, gemma3n=_gemma3n, **speculative)
 
 
@@ -127,7 +126,7 @@ def _gemma3n(job: Job) -> Found:
         job,
         job["models"]["gemma3n"],
         num_gpu_blocks_override=80,
-        speculative_config={**ngram, "num_speculative_tokens": 3} if speculates() else None,
+        speculative_config={**ngram, "num_speculative_tokens": 3} if not no_speculation() else None,
         **SMALL,
     )
     found = {"crowd": [engine.run(CROWD, max_tokens=100), engine.emptied()]}

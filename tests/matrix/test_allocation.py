@@ -33,9 +33,9 @@ def name(i: int) -> str:
     return f"model.layers.{i}.self_attn.attn"
 
 
-def uniform() -> Stage:
+def uniform(**engine: Any) -> Stage:
     """Four full-attention layers in one group, two layers sharing with the last two."""
-    stage = Stage()
+    stage = Stage(**engine)
     for i in range(4):
         stage.attention(name(i))
     stage.attention(name(4), shares=name(2))

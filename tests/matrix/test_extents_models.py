@@ -18,8 +18,8 @@ from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBacken
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec
 
 from tests.bare import ONE_BACKING, VERSION, Stage
-from tests.blocks import binding_of, check_blocks, register
-from tests.matrix.test_allocation import KINDS, name
+from tests.blocks import binding_of, check_blocks, register, use_backend
+from tests.matrix.test_allocation import KINDS, name, report_of, uniform
 from tests.matrix.test_extents_real import LATENT, MODEST, bound, of_spec
 
 STATES = "tokens_per_state"
@@ -79,6 +79,42 @@ def test_whispers_cross_attention_beside_rocms_keys_first(kind: str) -> None:
         check_blocks(runner, keys_first=() if ONE_BACKING else own)
     else:
         assert not binding_of(runner).cells
+
+
+@pytest.mark.driven("full attention, speculation by a draft model")
+def test_a_draft_models_layers_beside_the_models(kind: str) -> None:
+    """They have heads and pages of their own; vLLM plans and binds them with the model's."""
+    stage = Stage()
+    register(stage, {name(i): FullAttentionSpec(**MODEST) for i in range(4)}, FlashAttentionBackend)
+    smaller = FullAttentionSpec(**MODEST | {"num_kv_heads": 1})
+    register(stage, {f"draft_{name(i)}": smaller for i in range(3)}, FlashAttentionBackend)
+    runner = bound(stage, kind)
+    assert report_of(runner)["pools"] == 4 + 3
+    check_blocks(runner)
+
+
+@pytest.mark.driven("layers that share caches, speculation by n-grams")
+def test_speculation_by_n_grams_has_no_caches_of_its_own(kind: str) -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    plain, stage = uniform(), uniform(speculative_config=ngram)
+    assert stage.config.speculative_config.method == "ngram"
+    use_backend(plain, FlashAttentionBackend)
+    use_backend(stage, FlashAttentionBackend)
+    one, other = bound(plain, kind), bound(stage, kind)
+    assert report_of(other)["aliased"] == report_of(one)["aliased"] == 2
+    assert binding_of(other).cells == binding_of(one).cells
+    check_blocks(other)
+
+
+def test_layers_that_keep_another_dtype(kind: str) -> None:
+    """As ``kv_cache_dtype_skip_layers`` has it: some layers fp8, some not."""
+    stage = Stage()
+    kept, packed = FullAttentionSpec(**MODEST), FullAttentionSpec(**MODEST | {"dtype": torch.uint8})
+    specs = {name(i): packed if i % 2 else kept for i in range(4)}
+    register(stage, specs, FlashAttentionBackend)
+    runner = bound(stage, kind)
+    assert {cache.dtype for cache in runner.bound.values()} == {torch.float16, torch.uint8}
+    check_blocks(runner)
 
 
 @pytest.mark.driven("Mamba alone")

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import set_current_vllm_config
 
-from tests.bare import CPU, ONE_BACKING, VERSION, Stage, bind, geometry, stock, tensors
+from tests.bare import CPU, ONE_BACKING, VERSION, Stage, bind, geometry, planned, stock, tensors
 from tests.blocks import binding_of
 from tests.matrix.test_allocation import KINDS, name, report_of, uniform
 
@@ -38,6 +39,25 @@ def test_layer_and_block_outermost_layouts(kind: str, layout: str) -> None:
     assert bound[name(0)].stride(0) == block.numel() * between
     with stock():
         assert geometry(bind(runner, plan)) == patched
+
+
+@pytest.mark.skipif(not ONE_BACKING, reason="vLLM < 0.29 has no layout of the whole backing")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_variable_chooses_among_all_there_are(
+    kind: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+    stage = uniform()
+    runner = stage.runner(kind)
+    chosen = resolve_kv_cache_layout(stage.config, [LAYOUTS])
+    assert chosen.name == layout
+    assert {each.name for each in type(chosen)} == set(LAYOUTS)
+    with set_current_vllm_config(stage.config):
+        plan = planned(stage.config, runner.get_kv_cache_spec(), 4 << 20)
+    bind(runner, plan)
+    assert report_of(runner)["pools"] == 4
 
 
 @pytest.mark.skipif(ONE_BACKING or VERSION.release < (0, 24), reason="vLLM 0.24-0.28 packs")

@@ -6,15 +6,15 @@ import pytest
 import vllm
 
 from tests.matrix.pairs import SAME_EVICTIONS, Pair, pair
-from tests.matrix.scenes import speculates
+from tests.matrix.scenes import no_speculation
 from tests.parity import OUT
 from tools.tiny_lora import write_adapter
 from tools.tiny_model import write_model
 
 FOLDER = f"modes-{vllm.__version__}"
 SPECULATIVE = pytest.mark.skipif(
-    not speculates(),
-    reason=f"stock vLLM {vllm.__version__} does not start with speculation on a CPU: TypeError",
+    bool(no_speculation()),
+    reason=f"vLLM {vllm.__version__} does not start with speculation on a CPU: {no_speculation()}",
 )
 
 

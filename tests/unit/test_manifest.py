@@ -184,6 +184,8 @@ def test_each_shipped_manifest_is_right(name: str) -> None:
     for tested in map(Version, manifest.tested):
         assert covers(manifest.supported, tested)
         assert manifest.seams_in(tested)
+        uses = [use.target for use in manifest.uses_in(tested)]
+        assert sorted(set(uses)) == sorted(uses)
     for seam in manifest.seams:
         assert seam.module.partition(".")[0] == manifest.package
         assert any(version in seam.versions for version in map(Version, manifest.tested))
