@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from logging import Logger
     from types import ModuleType
 
-    from kvcached_patch.config import Mode
+    from kvcached_patch.config import Config, Mode
     from kvcached_patch.errors import KvcachedPatchError
     from kvcached_patch.seams.check import Verdict
 
@@ -87,7 +87,7 @@ def decide(package: str) -> None:
             from kvcached_patch.errors import SeamMismatch
 
             try:
-                _patch(package)
+                _patch(package, settings)
             except SeamMismatch as error:
                 _refuse(package, error)
         _decisions[package] = settings.mode
@@ -102,22 +102,20 @@ def _undecided() -> list[str]:
     return [package for package in TARGETS if package not in _decisions and find_spec(package)]
 
 
-def examine(package: str) -> Verdict | None:
-    """Compare the installed target with its manifest, under the settings; None: not installed."""
-    from kvcached_patch import config
+def examine(package: str, settings: Config) -> Verdict | None:
+    """Compare the installed target with its manifest, under these settings; None: not installed."""
     from kvcached_patch.seams.check import check, locate
     from kvcached_patch.seams.manifest import load_manifest
 
     installed = locate(package)
-    manifest = load_manifest(package).under(config.load().chosen)
-    return check(manifest, installed) if installed else None
+    return check(load_manifest(package).under(settings.chosen), installed) if installed else None
 
 
-def _patch(package: str) -> None:
+def _patch(package: str, settings: Config) -> None:
     from kvcached_patch.errors import SeamMismatch
     from kvcached_patch.seams.apply import arm
 
-    verdict = examine(package)
+    verdict = examine(package, settings)
     if verdict is None:
         return
     if verdict.aside:

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvcached_patch import _startup, config
 from kvcached_patch.doctor.environment import PLUGIN_GROUP
 from kvcached_patch.doctor.report import Diagnosis
-from kvcached_patch.errors import KvcachedPatchError
+from kvcached_patch.errors import ConfigError, KvcachedPatchError
 from kvcached_patch.seams.check import Verdict
 from kvcached_patch.seams.manifest import load_manifest
 
@@ -23,7 +23,7 @@ def target(result: Diagnosis, package: str, label: str) -> Verdict | None:
     releases = ", ".join(load_manifest(package).tested)
     other = f"install a tested release ({releases}); {config.TOGGLE}=auto runs this one unpatched"
     try:
-        verdict = _startup.examine(package)
+        verdict = _startup.examine(package, _settings())
     except KvcachedPatchError as error:
         result.problem(label, str(error), other)
         return None
@@ -51,6 +51,13 @@ def target(result: Diagnosis, package: str, label: str) -> Verdict | None:
     else:
         result.add(name, f"all {len(verdict.statuses)} match")
     return verdict
+
+
+def _settings() -> config.Config:
+    try:
+        return config.load()
+    except ConfigError:  # told of the toggle
+        return config.Config()
 
 
 def other_plugins(result: Diagnosis, verdict: Verdict, *, told_live: bool) -> None:
