@@ -79,7 +79,12 @@ def _cycle(settings: Any, layers: int) -> int:
     in_a_layer, rest = divmod(layers, settings.num_decoder_layers)  # gemma2 has two
     if rest:
         raise LayerPlanError(f"{layers} KV caches for {settings.num_decoder_layers} decoder layers")
-    return int(settings.inhomogeneous_layer_cycle_interval) * in_a_layer
+    cycle = int(settings.inhomogeneous_layer_cycle_interval) * in_a_layer
+    if layers % cycle and block != "qwen3_next":
+        raise LayerPlanError(
+            f"MaxText scans {block} in whole blocks of {cycle}, not {layers} layers"
+        )
+    return cycle
 
 
 def _refuse_others(runner: Any, slots: Sequence[int]) -> None:
@@ -112,7 +117,7 @@ def _pool(runner: Any, slots: Sequence[int], plan: PoolPlan) -> None:
     caches = runner.kv_caches
     nbytes = _nbytes(caches)
     others = _others(runner, slots)
-    pools = [pooled([caches[slots[layer]] for layer in layers]) for layers in plan.pools]
+    pools = pooled([caches[slot] for slot in slots], plan)
     rest = sorted(set(range(len(caches))) - set(slots))
     caches[:] = [*pools, *(caches[slot] for slot in rest)]
     assert _nbytes(caches) == nbytes

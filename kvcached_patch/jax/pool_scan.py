@@ -37,15 +37,14 @@ def scan_pools(
                 "Unset KVCACHED_PATCH_SCAN to serve this model"
             )
     graphdef, parameters, rest = nnx.split(layers, nnx.Param, ...)
-    pools = [view.pool(slot) for slot in slots]
     metadata = [_Metadata(view.metadata[place : steps.stop : cycle]) for place in range(cycle)]
 
     def body(carry: tuple[Any, tuple[Any, ...]], step: jax.Array) -> tuple[Any, None]:
         hidden, caches = carry
         block = nnx.merge(graphdef, _part(parameters, step, axis), _part(rest, step, 0))
         supplies = tuple(
-            Supply(cache, moved(of_place.at(step), step * pool.pages))
-            for cache, of_place, pool in zip(caches, metadata, pools, strict=True)
+            Supply(cache, moved(of_place.at(step), step * view.pages(slot)))
+            for cache, of_place, slot in zip(caches, metadata, slots, strict=True)
         )
         given = [supplies]
         if feed:
@@ -55,10 +54,10 @@ def scan_pools(
             hidden = loop(block, hidden, given)
         return (hidden, _updated(given[0], supplies, type(layers).__name__)), None
 
-    carry = hidden, tuple(pool.cache for pool in pools)
+    carry = hidden, tuple(view.pool(slot).cache for slot in slots)
     (hidden, caches), _ = jax.lax.scan(body, carry, jnp.arange(length, dtype=jnp.int32))
-    for slot, cache in zip(slots, caches, strict=True):
-        view.store(slot, cache)
+    for place, cache in enumerate(caches):
+        view.store(cache, [first + place for first in steps])
     return hidden
 
 
@@ -77,14 +76,17 @@ class _Metadata:
     """Attention metadata of the layers of one place, which may be of several groups."""
 
     def __init__(self, by_step: Sequence[Any]) -> None:
-        self._first = by_step[0]
-        same = all(each is self._first for each in by_step)
-        self._stacked = None if same else jax.tree.map(lambda *each: jnp.stack(each), *by_step)
+        self._groups = list({id(each): each for each in by_step}.values())
+        numbers = {id(group): number for number, group in enumerate(self._groups)}
+        self._by_step = [numbers[id(each)] for each in by_step]
 
     def at(self, step: jax.Array) -> Any:
-        if self._stacked is None:
-            return self._first
-        return jax.tree.map(lambda each: each[step], self._stacked)
+        """What holds in a step, chosen inside the scan."""
+        first, *others = self._groups
+        if not others:
+            return first
+        group = jnp.array(self._by_step, jnp.int32)[step]
+        return jax.tree.map(lambda *each: jnp.stack(each)[group], first, *others)
 
 
 def _updated(found: Any, given: tuple[Supply, ...], block: str) -> tuple[Any, ...]:

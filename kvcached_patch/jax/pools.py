@@ -7,12 +7,13 @@ that shards the pages has in each shard a part of every layer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from kvcached_patch.core.pool_plan import PoolPlan
 from kvcached_patch.errors import LayerPlanError
 from kvcached_patch.jax.layer_caches import LayerCaches
 from kvcached_patch.jax.scan import Supply
@@ -23,33 +24,47 @@ from kvcached_patch.jax.scan import Supply
 class Pool:
     """An entry of the runner's list of caches, of the layers that the index map says, in order.
 
-    cache: ``[layers x pages, …]``, or a tuple of such (states of a GDN layer). pages: of one layer,
-    in one shard.
+    cache: ``[layers x pages, …]``, or a tuple of such (states of a GDN layer). shards: in how many
+    parts the mesh splits the pages, of each layer alike. How many pages there are is no part of
+    the pytree's structure: tpu-inference knows a step function again by its caches' shardings only.
     """
 
     cache: Any
-    pages: int = dataclasses.field(metadata={"static": True})
+    shards: int = dataclasses.field(metadata={"static": True})
+
+    def pages(self, layers: int) -> int:
+        """Of each of so many layers, in one shard."""
+        return int(jax.tree.leaves(self.cache)[0].shape[0]) // self.shards // layers
 
 
-def pooled(caches: Sequence[Any]) -> Pool:
-    """Put one empty pool in the place of layers' empty caches, which are deleted first."""
-    leaves, structure = jax.tree.flatten(caches[0])
-    specs = [
-        jax.ShapeDtypeStruct(
-            (len(caches) * leaf.shape[0], *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding
-        )
-        for leaf in leaves
-    ]
-    (pages,) = _pages(leaves)
+def pooled(caches: Sequence[Any], plan: PoolPlan) -> list[Pool]:
+    """Put empty pools in the place of the layers' empty caches.
+
+    All of these are deleted before the first pool is made: a pool is one piece of memory, and what
+    is left of caches that lay among others is not.
+    """
+    makers = [_maker([caches[layer] for layer in layers]) for layers in plan.pools]
     for leaf in jax.tree.leaves(list(caches)):
         leaf.delete()
-    empty = [_zeros(spec) for spec in specs]
-    return Pool(jax.tree.unflatten(structure, empty), pages)
+    return [make() for make in makers]
 
 
-def _zeros(spec: jax.ShapeDtypeStruct) -> jax.Array:
-    make = jax.jit(lambda: jnp.zeros(spec.shape, spec.dtype), out_shardings=spec.sharding)
-    return make()
+def _maker(caches: Sequence[Any]) -> Callable[[], Pool]:
+    """What makes the pool of these caches, once they are gone."""
+    leaves, structure = jax.tree.flatten(caches[0])
+    shapes = [(len(caches) * leaf.shape[0], *leaf.shape[1:]) for leaf in leaves]
+    dtypes, shardings = ([getattr(leaf, of) for leaf in leaves] for of in ("dtype", "sharding"))
+    shards = leaves[0].shape[0] // shardings[0].shard_shape(leaves[0].shape)[0]
+
+    def zeros() -> list[jax.Array]:
+        return list(map(jnp.zeros, shapes, dtypes))
+
+    def make() -> Pool:
+        return Pool(
+            jax.tree.unflatten(structure, jax.jit(zeros, out_shardings=shardings)()), shards
+        )
+
+    return make
 
 
 def pages_of(cache: Any) -> str:
@@ -106,10 +121,11 @@ class PooledCaches(LayerCaches):
         self._by_slot = list(caches)
         self._versions = dict.fromkeys(slots, 0)
         self._read: dict[int, int] = {}
+        self._ran: set[int] = set()
         for slot, layers in self.layers.items():
-            pool = caches[slot]
             for part, layer in enumerate(layers):
-                supply = Supply(pool.cache, moved(metadata[layer], part * pool.pages))
+                pages = part * self.pages(slot)
+                supply = Supply(caches[slot].cache, moved(metadata[layer], pages))
                 list.__setitem__(self, layer, supply)
 
     def __getitem__(self, index: Any) -> Any:
@@ -123,9 +139,17 @@ class PooledCaches(LayerCaches):
         cache = list.__getitem__(self, self.layers[slot][0]).cache
         return dataclasses.replace(self._by_slot[slot], cache=cache)
 
-    def store(self, slot: int, cache: Any) -> None:
-        """Replace a pool's cache, after all of its layers have run."""
-        self._replace(self.layers[slot][0], cache)
+    def pages(self, slot: int) -> int:
+        """Of each layer of a slot's pool, in one shard."""
+        return self._by_slot[slot].pages(len(self.layers[slot]))
+
+    def store(self, cache: Any, layers: Sequence[int]) -> None:
+        """Replace a pool's cache, after these of its layers have run."""
+        self._replace(layers, cache)
+
+    def unwritten(self) -> list[int]:
+        """The layers that have not run: each writes the pool, not for the others."""
+        return [layer for layer in range(len(self)) if layer not in self._ran]
 
     def by_slot(self) -> list[Any]:
         """The runner's list of caches."""
@@ -143,10 +167,11 @@ class PooledCaches(LayerCaches):
                 f"KV cache of layer.{layer}: another layer of its pool was written since it was "
                 "read. Unset KVCACHED_PATCH_SCAN to serve this model"
             )
-        self._replace(layer, supply.cache if isinstance(supply, Supply) else supply)
+        self._replace([layer], supply.cache if isinstance(supply, Supply) else supply)
 
-    def _replace(self, layer: int, cache: Any) -> None:
-        slot = self._take(layer, cache)
+    def _replace(self, layers: Sequence[int], cache: Any) -> None:
+        slot = self._take(layers[0], cache)
+        self._ran.update(layers)
         self._versions[slot] += 1
         for other in self.layers[slot]:
             supply = list.__getitem__(self, other)

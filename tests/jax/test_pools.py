@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from importlib.metadata import version
 from typing import Any
@@ -13,14 +14,14 @@ import pytest
 
 from kvcached_patch import config
 from kvcached_patch.engines import maxtext_pools
-from kvcached_patch.errors import ConfigError
+from kvcached_patch.errors import ConfigError, LayerPlanError
 from kvcached_patch.jax.pools import Pool
 from tests.jax.conftest import Serve
 from tests.jax.stock import stock
 from tools.maxtext import kernels
 from tools.maxtext.decoding import PROMPTS, decode, decode_permuted, written
 from tools.maxtext.models import MODELS, deep
-from tools.maxtext.served import REQUESTS, TOKENS, Served, copied_bytes, lowered, token
+from tools.maxtext.served import PAGES, REQUESTS, TOKENS, Served, copied_bytes, lowered, token
 
 LIMIT = 1e-4  # float32
 MAXTEXT = version("maxtext")
@@ -51,9 +52,11 @@ def test_decoding_is_prefilling_and_bit_by_bit_what_unrolled_layers_give(
     for layer in range(served.model.layers):
         cache = unrolled.caches[serve(name).index_map[f"layer.{layer}"]]
         pool = decoded.caches[served.index_map[f"layer.{layer}"]]
-        first = layers_of(served, layer).index(layer) * pool.pages
+        layers = layers_of(served, layer)
+        pages = pool.pages(len(layers))
+        first = layers.index(layer) * pages
         for one, other in zip(jax.tree.leaves(pool.cache), jax.tree.leaves(cache), strict=True):
-            np.testing.assert_array_equal(one[first : first + pool.pages], other)
+            np.testing.assert_array_equal(one[first : first + pages], other)
 
 
 def layers_of(served: Served, layer: int) -> list[int]:
@@ -118,6 +121,17 @@ def test_weights_are_neither_moved_nor_cut_up_outside_the_scan(serve: Serve, nam
     assert touched == []
 
 
+def test_layers_of_one_place_may_be_of_several_groups(serve: Serve) -> None:
+    pool, unrolled = serve("qwen3-scanned", "pool"), serve("qwen3-scanned")
+    one = pool.metadata(BATCH)
+    other = dataclasses.replace(one, block_tables=one.block_tables + REQUESTS * PAGES)
+    metadata = {f"layer.{i}": (one, other)[i in (1, 2)] for i in range(4)}
+    ours, theirs = (
+        served.step(served.caches(), BATCH, metadata=metadata)[1] for served in (pool, unrolled)
+    )
+    np.testing.assert_array_equal(ours, theirs)
+
+
 class TestSharded:
     """On a mesh of two devices."""
 
@@ -146,7 +160,7 @@ class TestSharded:
         monkeypatch.setattr(attention_interface, "sharded_ragged_paged_attention", by_rank)
         served = Served(MODELS[name], devices=2, axis="data")
         pools = served.caches()
-        assert pools[0].pages == pools[0].cache.shape[0] // len(layers_of(served, 0)) // 2
+        assert [pool.shards for pool in pools] == [2] * len(pools)
         metadata = [served.metadata([(r, range(tokens))]) for r, tokens in enumerate(PROMPTS)]
         both = jax.tree.map(lambda *each: jnp.concatenate(each), *metadata)
         both.padded_num_reqs = 2 * REQUESTS
@@ -168,12 +182,14 @@ class TestSharded:
         for place, pool in enumerate(caches):
             assert pool.cache.sharding == served.caches()[place].cache.sharding
             shards = np.split(np.asarray(pool.cache), 2)
-            for part in range(pool.cache.shape[0] // 2 // pool.pages):
+            parts = list(served.index_map.values()).count(place)
+            pages = pool.pages(parts)
+            for part in range(parts):
                 for rank, shard in enumerate(shards):
-                    mine = shard[part * pool.pages : (part + 1) * pool.pages]
+                    mine = shard[part * pages : (part + 1) * pages]
                     theirs = held[rank][place]
-                    first = part * theirs.pages
-                    one = np.asarray(theirs.cache)[first : first + pool.pages]
+                    first = part * theirs.pages(parts)
+                    one = np.asarray(theirs.cache)[first : first + pages]
                     np.testing.assert_allclose(mine, one, atol=LIMIT)
 
 
@@ -241,6 +257,25 @@ class TestOthers:
         monkeypatch.setenv("PREFILL_SLICES", "1x1")
         with pytest.raises(ConfigError, match=r"SCAN=pool: disaggregated serving \(PREFILL_SLICE"):
             served.allocate()
+
+    def test_caches_of_another_size_in_the_same_process(self, stand_ins: None) -> None:
+        """tpu-inference knows step functions again by their caches' shardings alone."""
+        served = Served(MODELS["qwen3-scanned"])
+        assert decode(served).delta <= LIMIT
+        had = served.caches()[0].cache.shape
+        served.manager.runner.cache_config.num_gpu_blocks_override = 40
+        served.allocate()
+        assert served.caches()[0].cache.shape != had
+        assert decode(served).delta <= LIMIT
+
+    @pytest.mark.parametrize("name", scanned("olmo3-scanned", "qwen3.5-scanned"))
+    def test_what_maxtext_does_not_scan_is_not_passed_over(
+        self, stand_ins: None, caplog: pytest.LogCaptureFixture, name: str
+    ) -> None:
+        served = Served(deep(MODELS[name], 10))
+        assert "in whole blocks of 4, not 10 layers" in caplog.text
+        with pytest.raises(LayerPlanError):
+            decode(served)
 
     @pytest.mark.parametrize(
         ("name", "why"),

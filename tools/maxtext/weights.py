@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -22,7 +23,7 @@ def seeded_model(abstract_model: Any, init_fn: Any, mesh: Any = None, **_: Any) 
         drawn = random.normal(0, STD, leaf.shape)
         if "scale" in jax.tree_util.keystr(path):
             drawn += 1
-        if not np.issubdtype(leaf.dtype, np.floating):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
             drawn = np.zeros(leaf.shape)
         return jax.device_put(drawn.astype(leaf.dtype), leaf.sharding)
 
