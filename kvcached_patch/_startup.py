@@ -150,7 +150,9 @@ def _is_first() -> bool:
     """Whether this is no child of a process that has said the same."""
     import multiprocessing
 
-    return multiprocessing.parent_process() is None
+    # A spawned child imports its target before it knows its parent (multiprocessing/spawn.py).
+    spawned = getattr(multiprocessing.current_process(), "_inheriting", False)
+    return multiprocessing.parent_process() is None and not spawned
 
 
 def _reconsider() -> None:

@@ -120,7 +120,8 @@ def test_untested_release_with_matching_seams_warns_once(version: str, tmp_path:
 
 def test_an_untested_release_with_matching_seams_runs(tmp_path: Path) -> None:
     tree = overlay(tmp_path, {"_version.py": ("'0.32.0'", "'0.99.0'")})
-    job = {"env": {"PYTHONPATH": str(tree)}}
+    # The tree has no compiled files, and each engine several processes.
+    job = {"env": {"PYTHONPATH": str(tree), "PYTHONPYCACHEPREFIX": str(tmp_path / "compiled")}}
     stock = run("untested", "gemma3n", patched=False, **job)
     patched = run("untested", "gemma3n", patched=True, **job)
     assert_same(stock, patched)
