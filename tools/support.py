@@ -154,9 +154,16 @@ def differences(now: dict[str, Result], record: dict[str, Result]) -> list[str]:
         before = record[release].shapes if release in record else {}
         for what in dict.fromkeys([*result.shapes, *before]):
             was, is_now = before.get(what, "nothing"), result.shapes.get(what, "nothing")
-            if was != is_now:
+            if _what(was) != _what(is_now):
                 found.append(f"{release}: {what}: recorded {was!r}; found {is_now!r}")
     return found
+
+
+def _what(outcome: str) -> str:
+    """What became of a shape; not in which words a reason was given when it was recorded."""
+    if outcome in ("nothing", "failed", ENGINE):
+        return outcome
+    return DRIVEN if outcome.startswith(DRIVEN) else "neither"
 
 
 def show(now: dict[str, Result]) -> None:

@@ -69,6 +69,8 @@ def test_what_is_no_result_is_an_error_that_names_it(tmp_path: Path, text: str) 
 def test_results_that_differ_from_the_record_are_told(tmp_path: Path) -> None:
     now = {"0.9.0": result(tmp_path)}
     assert support.differences(now, now) == []
+    reworded = Result(4, 1, 0, 42, {**result(tmp_path).shapes, "latent": "it has no such kernel"})
+    assert support.differences(now, {"0.9.0": reworded}) == []
     before = Result(4, 1, 0, 42, {**SHAPES, "latent": "engine", "old": "engine"})
     assert support.differences(now, {"0.9.0": before}) == [
         "0.9.0: latent: recorded 'engine'; found 'TypeError'",
