@@ -179,7 +179,6 @@ def _doctor(*, as_json: bool, probe: bool, arguments: Sequence[str]) -> int:
 
 
 def _seams(wheels: Sequence[Path], *, as_json: bool) -> int:
-    from kvcached_patch import config
     from kvcached_patch._startup import TARGETS
     from kvcached_patch.seams.wheel import examine
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -135,4 +134,4 @@ def _pool(runner: Any, slots: Sequence[int], plan: PoolPlan) -> None:
 
 
 def _nbytes(caches: Any) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(caches))

@@ -145,7 +145,12 @@ class PooledCaches(LayerCaches):
 
     def store(self, cache: Any, layers: Sequence[int]) -> None:
         """Replace a pool's cache, after these of its layers have run."""
-        self._replace(layers, cache)
+        slot = self._take(layers[0], cache)
+        self._ran.update(layers)
+        self._versions[slot] += 1
+        for other in self.layers[slot]:
+            supply = list.__getitem__(self, other)
+            list.__setitem__(self, other, Supply(cache, supply.metadata))
 
     def unwritten(self) -> list[int]:
         """The layers that have not run: each writes the pool, not for the others."""
@@ -167,12 +172,4 @@ class PooledCaches(LayerCaches):
                 f"KV cache of layer.{layer}: another layer of its pool was written since it was "
                 "read. Unset KVCACHED_PATCH_SCAN to serve this model"
             )
-        self._replace([layer], supply.cache if isinstance(supply, Supply) else supply)
-
-    def _replace(self, layers: Sequence[int], cache: Any) -> None:
-        slot = self._take(layers[0], cache)
-        self._ran.update(layers)
-        self._versions[slot] += 1
-        for other in self.layers[slot]:
-            supply = list.__getitem__(self, other)
-            list.__setitem__(self, other, Supply(cache, supply.metadata))
+        self.store(supply.cache if isinstance(supply, Supply) else supply, [layer])
