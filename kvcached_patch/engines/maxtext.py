@@ -168,8 +168,9 @@ def _scan_pools(
 
     steps, axis = range(0, length * cycle, cycle), decoder.config.param_scan_axis
     hidden = pool_scan.scan_pools(loop, layers, hidden, view, steps, axis, feed=not grouped)
-    if grouped:  # MaxText writes these back
-        caches[:] = [tuple(view[first : first + cycle]) for first in steps]
+    if grouped:  # MaxText writes these back, which changes nothing
+        now = tuple(scan.Supply(view.pool(slot).cache, None) for slot in view.slots[:cycle])
+        caches[:] = [now] * length
     return hidden, layers, None
 
 

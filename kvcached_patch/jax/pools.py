@@ -7,7 +7,7 @@ that shards the pages has in each shard a part of every layer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -122,21 +122,27 @@ class PooledCaches(LayerCaches):
         self._versions = dict.fromkeys(slots, 0)
         self._read: dict[int, int] = {}
         self._ran: set[int] = set()
-        for slot, layers in self.layers.items():
-            for part, layer in enumerate(layers):
-                pages = part * self.pages(slot)
-                supply = Supply(caches[slot].cache, moved(metadata[layer], pages))
-                list.__setitem__(self, layer, supply)
 
     def __getitem__(self, index: Any) -> Any:
-        """Read one layer's supply, or those of a slice of layers."""
-        layers = range(len(self))[index] if isinstance(index, slice) else [self._layer(index)]
-        self._read.update({layer: self._versions[self.slots[layer]] for layer in layers})
-        return super().__getitem__(index)
+        """Read one layer's supply, or those of a slice of layers.
+
+        They are made here: a scan reads none, and needs no metadata of every layer in its trace.
+        """
+        if isinstance(index, slice):
+            return [self[layer] for layer in range(len(self))[index]]
+        layer = self._layer(index)
+        slot = self.slots[layer]
+        self._read[layer] = self._versions[slot]
+        pages = self.layers[slot].index(layer) * self.pages(slot)
+        return Supply(super().__getitem__(layer), moved(self.metadata[layer], pages))
+
+    def __iter__(self) -> Iterator[Supply]:
+        """Read the layers' supplies one by one."""
+        return (self[layer] for layer in range(len(self)))
 
     def pool(self, slot: int) -> Pool:
         """A slot's pool as it is now."""
-        cache = list.__getitem__(self, self.layers[slot][0]).cache
+        cache = super().__getitem__(self.layers[slot][0])
         return dataclasses.replace(self._by_slot[slot], cache=cache)
 
     def pages(self, slot: int) -> int:
@@ -149,8 +155,7 @@ class PooledCaches(LayerCaches):
         self._ran.update(layers)
         self._versions[slot] += 1
         for other in self.layers[slot]:
-            supply = list.__getitem__(self, other)
-            list.__setitem__(self, other, Supply(cache, supply.metadata))
+            list.__setitem__(self, other, cache)
 
     def unwritten(self) -> list[int]:
         """The layers that have not run: each writes the pool, not for the others."""
@@ -164,7 +169,7 @@ class PooledCaches(LayerCaches):
         ]
 
     def _write(self, layer: int, supply: Any) -> None:
-        if supply is list.__getitem__(self, layer):
+        if isinstance(supply, Supply) and supply.cache is super().__getitem__(layer):
             return
         slot = self.slots[layer]
         if self._read.get(layer) != self._versions[slot]:
