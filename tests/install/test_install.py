@@ -284,8 +284,8 @@ def lose_the_start(package: Path) -> None:
 
 
 def cut_the_start(package: Path) -> None:
-    text = (package / "_startup.py").read_text()
-    (package / "_startup.py").write_text(text[: len(text) // 2] + "\n(")
+    head, opened, _ = (package / "_startup.py").read_text().partition("(")
+    (package / "_startup.py").write_text(head + opened)
 
 
 def lock_the_start(package: Path) -> None:
