@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvcached_patch import __version__, config
+from kvcached_patch.api import API_VERSION
 from kvcached_patch.cli_text import folded, width
 from kvcached_patch.core.sizes import parse_bytes
 from kvcached_patch.errors import ConfigError, KvcachedPatchError
@@ -37,11 +40,29 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status, which its ``--help`` explains.
 
-    Raises SystemExit with status 2 for a wrong command line.
+    As shells have it, 130 after Ctrl-C, and 141 if nobody reads on (``| head``). Raises SystemExit
+    with status 2 for a wrong command line.
     """
-    words, serve = _divided(sys.argv[1:] if argv is None else argv)
-    options = _parser().parse_args(words)
+    try:
+        status = _run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Python flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return status
+
+
+def _run(argv: Sequence[str]) -> int:
+    words, serve = _divided(argv)
+    parser = _parser()
+    options = parser.parse_args(words)
     if options.command == "doctor":
+        if options.arguments:
+            misplaced = " ".join(options.arguments)
+            parser.error(f"put the arguments of vllm serve after --: doctor -- {misplaced}")
         return _doctor(as_json=options.json, probe=not options.static, arguments=serve)
     if options.command == "seams":
         return _seams(options.wheel, as_json=options.json)
@@ -93,6 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor.usage = "%(prog)s [-h] [--json] [--static] [-- ARGUMENT ...]"
     doctor.description = f"{doctor.description} After --: arguments of vllm serve, to be judged."
     doctor.add_argument("--json", action="store_true", help="print the report as JSON")
+    # Those after -- are taken away before; these are for an error that says so.
+    doctor.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
     doctor.add_argument(
         "--static", action="store_true", help="read vLLM's sources only; do not import it (fast)"
     )
@@ -144,12 +167,20 @@ def _parser() -> argparse.ArgumentParser:
     trim.add_argument("--device", help="only on this device, such as host")
     trim.add_argument(
         "--wait",
-        type=float,
+        type=_seconds,
         default=10.0,
         metavar="SECONDS",
         help="how long to wait for it (default 10)",
     )
     return parser
+
+
+def _seconds(text: str) -> float:
+    """A time to wait, of zero seconds or more."""
+    seconds = float(text)
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of seconds, 0 or more")
+    return seconds
 
 
 def _size(text: str) -> int | None:
@@ -172,7 +203,7 @@ def _doctor(*, as_json: bool, probe: bool, arguments: Sequence[str]) -> int:
 
     diagnosis = diagnose(probe=probe, arguments=arguments)
     if as_json:
-        print(json.dumps(diagnosis.as_json(), indent=2))
+        print(json.dumps({"api_version": API_VERSION, **diagnosis.as_json()}, indent=2))
     else:
         print(folded(text(diagnosis), width(), indent=25))
     return 0 if diagnosis.active else 1
@@ -189,7 +220,8 @@ def _seams(wheels: Sequence[Path], *, as_json: bool) -> int:
         print(f"kvcached-patch seams: {error}", file=sys.stderr)
         return 1
     if as_json:
-        print(json.dumps([report.as_json() for report in reports], indent=2))
+        found = [report.as_json() for report in reports]
+        print(json.dumps({"api_version": API_VERSION, "releases": found}, indent=2))
     else:
         print(folded("\n\n".join(report.text() for report in reports), width()))
     return 0 if all(report.ok for report in reports) else 1

@@ -53,12 +53,16 @@ def budget(ledger_dir: Path, nbytes: int | None, *, device: str | None = None) -
     Returns 0, or 1 with a line on standard error.
     """
     try:
-        if device is None:
-            found = api.devices(directory=ledger_dir)
-            if len(found) != 1:
-                known = f"one of: {', '.join(found)}" if found else "a device: no engine has run"
-                return _fail("limit", f"found {len(found)} devices; expected --device with {known}")
+        found = api.devices(directory=ledger_dir)
+        if device is None and len(found) == 1:
             (device,) = found
+        # A GPU's engines may start after their budget was set.
+        if device is None or not (
+            device in (*found, "host") or device.startswith(("GPU-", "MIG-"))
+        ):
+            known = ", ".join(found) or "host for CPUs, a UUID as nvidia-smi -L prints it for a GPU"
+            what = f"{len(found)} devices" if device is None else f"no device {device!r}"
+            return _fail("limit", f"found {what}; expected --device with one of: {known}")
         print(_device_line(api.set_budget(nbytes, device=device, directory=ledger_dir)))
     except api.LedgerError as error:
         return _fail("limit", str(error))
@@ -94,7 +98,8 @@ def top(ledger_dir: Path, *, once: bool, as_json: bool) -> int:
     """
     if as_json or once or not sys.stdout.isatty():
         found = read(ledger_dir)
-        print(json.dumps(as_data(found), indent=2) if as_json else plain(found, width()))
+        text = plain(found, width(), empty=f"{EMPTY} (looked in {ledger_dir})")
+        print(json.dumps(as_data(found), indent=2) if as_json else text)
         return int(any(report.problem for report in found))
     try:
         from rich.live import Live  # type: ignore[import-not-found,unused-ignore]
@@ -155,22 +160,23 @@ def as_data(found: list[Report]) -> dict[str, Any]:
     }
 
 
-def plain(found: list[Report], columns: int = 0) -> str:
+def plain(found: list[Report], columns: int = 0, *, empty: str = EMPTY) -> str:
     """Table and summary in lines of at most so many columns; 0: as long as they are.
 
-    Where the table is too wide each engine is a paragraph that says the same.
+    Where the table is too wide each engine is a paragraph that says the same. empty: what is said
+    where no engine runs.
     """
     cells = [_row(engine) for report in found for engine in report.usage.engines]
     lines = _table(cells) if cells else []
     if columns and max(map(len, lines), default=0) > columns:
         lines = [", ".join(map(" ".join, zip(HEADINGS, row, strict=True))) for row in cells]
-    return folded("\n".join([*lines, *summary(found)]), columns)
+    return folded("\n".join([*lines, *summary(found, empty)]), columns)
 
 
-def summary(found: list[Report]) -> list[str]:
+def summary(found: list[Report], empty: str = EMPTY) -> list[str]:
     """One line per device with engines, with a budget or with a problem; at least one line."""
     running = [report for report in found if _runs(report)]
-    lines = [] if running else [EMPTY]
+    lines = [] if running else [empty]
     for report in found:
         if report.problem:
             lines.append(f"{report.usage.device}: {report.problem}")

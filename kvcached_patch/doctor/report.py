@@ -56,16 +56,17 @@ class Diagnosis:
 
 
 def text(diagnosis: Diagnosis) -> str:
-    """The report for people."""
+    """The report for people: what matters most at its end, where a terminal shows it."""
     lines = []
+    for seam in diagnosis.seams:
+        where = f"{seam['target']} ({seam['process']})"
+        lines.append(f"{_MARKS['ok' if seam['ok'] else 'problem']}  seam {seam['id']}: {where}")
+        if not seam["ok"]:
+            lines.append(f"{_INDENT}expected  {seam['expected']}")
+            lines.append(f"{_INDENT}found     {seam['found']}")
     for finding in diagnosis.findings:
         body = finding.text + (f"\nto do: {finding.remedy}" if finding.remedy else "")
         body = body.replace("\n", f"\n{_INDENT}")
         lines.append(f"{_MARKS[finding.state]}  {finding.name:<15} {body}")
-    for seam in diagnosis.seams:
-        lines.append(f"{_MARKS['ok' if seam['ok'] else 'problem']}  seam {seam['id']}")
-        lines.append(f"{'':9}target    {seam['target']} ({seam['process']})")
-        lines.append(f"{'':9}expected  {seam['expected']}")
-        lines.append(f"{'':9}found     {seam['found']}")
     lines.append(f"active: {'yes' if diagnosis.active else 'no'}")
     return "\n".join(lines)

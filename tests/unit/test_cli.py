@@ -142,7 +142,8 @@ def test_exit_status_1_when_it_is_not(ledger: Ledger, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     ["", "topp", "top x", "limit", "limit a", "limit a 1G --total", "limit --total", "trim",
-     "limit a 2GB", "limit a 0", "limit a two", "limit a -1", "trim a --wait soon"],
+     "limit a 2GB", "limit a 0", "limit a two", "limit a -1", "trim a --wait soon",
+     "trim a --wait nan", "trim a --wait -1", "doctor MODEL", "doctor --static MODEL -- --seed=1"],
 )  # fmt: skip
 def test_exit_status_2_when_the_command_line_is_wrong(
     ledger: Ledger, capsys: pytest.CaptureFixture[str], line: str
@@ -152,6 +153,33 @@ def test_exit_status_2_when_the_command_line_is_wrong(
     out, err = capsys.readouterr()
     assert (out, err[:21]) == ("", "usage: kvcached-patch")
     assert ledger.engines()[0].limit is None
+
+
+def test_what_is_for_vllm_serve_follows_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("doctor", "MODEL") == 2
+    assert "put the arguments of vllm serve after --: doctor -- MODEL" in capsys.readouterr().err
+
+
+def test_nobody_reads_on(ledger: Ledger) -> None:
+    command = f"{sys.executable} -m kvcached_patch top --json; echo $? >&2"
+    runtime = {"XDG_RUNTIME_DIR": str(ledger.path.parents[1])}
+    pipe = ("bash", "-c", f"({command}) | (exec <&-; sleep 0.1)")
+    done = subprocess.run(
+        pipe, cwd=ROOT, env=environment(**runtime), stderr=subprocess.PIPE, text=True, check=True
+    )
+    assert done.stderr == "141\n"
+
+
+def test_an_interrupt_is_no_traceback(
+    ledger: Ledger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: float) -> None:
+        raise KeyboardInterrupt
+
+    ledger.join("a")
+    monkeypatch.setattr("kvcached_patch.api.time.sleep", interrupted)
+    assert status("trim", "a") == 130
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -174,23 +202,27 @@ SEAM = {
     "found": str,
 }  # fmt: skip
 DOCTOR = {
+    "api_version": int,
     "version": str,
     "active": bool,
     "findings": [{"name": str, "state": str, "text": str, "remedy": str}],
     "seams": [SEAM],
 }
-SEAMS = [
-    {
-        "package": str,
-        "version": str,
-        "ok": bool,
-        "tested": bool,
-        "aside": str,
-        "problem": str,
-        "seams": [SEAM],
-        "unlisted_importers": [[str]],
-    }
-]
+SEAMS = {
+    "api_version": int,
+    "releases": [
+        {
+            "package": str,
+            "version": str,
+            "ok": bool,
+            "tested": bool,
+            "aside": str,
+            "problem": str,
+            "seams": [SEAM],
+            "unlisted_importers": [[str]],
+        }
+    ],
+}
 ENGINE = {
     "device": str, "name": str, "pid": int, "model": str, "alive": bool, "age_s": float,
     "reserved_bytes": int, "committed_bytes": int, "cached_bytes": int, "wanted_bytes": int,
@@ -253,7 +285,7 @@ def test_the_json_of_doctor(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_json_of_seams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     importer = "from tpu_inference.models.common.model_loader import get_flax_model\n"
     found = printed(capsys, "seams", "--wheel", str(wheel(tmp_path, runner__work=importer)))
-    (report,) = found
+    (report,) = found["releases"]
     assert report["seams"]
     assert report["unlisted_importers"]
     assert deviations(found, SEAMS) == []

@@ -131,7 +131,7 @@ def test_what_is_to_be_copied_is_never_broken() -> None:
 
 def test_nobody_runs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert top(run, once=True, as_json=False) == 0
-    assert outcome(capsys) == ("no engine is running\n", "")
+    assert outcome(capsys) == (f"no engine is running (looked in {run})\n", "")
     assert top(run, once=True, as_json=True) == 0
     assert json.loads(outcome(capsys)[0]) == {"api_version": 1, "devices": []}
     assert not run.exists()
@@ -154,7 +154,7 @@ def test_an_output_that_is_no_terminal_gets_one_state(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert top(run, once=False, as_json=False) == 0
-    assert outcome(capsys) == ("no engine is running\n", "")
+    assert outcome(capsys) == (f"no engine is running (looked in {run})\n", "")
 
 
 def test_json_has_every_number(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,13 +281,21 @@ def test_the_budget_needs_a_device_where_that_is_in_doubt(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert budget(run, 8 * GIB) == 1
-    assert "found 0 devices; expected --device" in outcome(capsys)[1]
+    assert "found 0 devices; expected --device with one of: host for CPUs" in outcome(capsys)[1]
     assert budget(run, 8 * GIB, device="host") == 0
-    assert budget(run, 9 * GIB, device="cuda:0") == 0
-    assert outcome(capsys)[0].splitlines()[1] == "cuda_0: 0B committed, budget 9GiB"
+    assert budget(run, 9 * GIB, device="GPU-0") == 0
+    assert outcome(capsys)[0].splitlines()[1] == "GPU-0: 0B committed, budget 9GiB"
     assert budget(run, GIB) == 1
-    assert "found 2 devices; expected --device with one of: cuda_0, host" in outcome(capsys)[1]
-    assert (host(run).total, host(run, "cuda:0").total) == (8 * GIB, 9 * GIB)
+    assert "found 2 devices; expected --device with one of: GPU-0, host" in outcome(capsys)[1]
+    assert (host(run).total, host(run, "GPU-0").total) == (8 * GIB, 9 * GIB)
+
+
+def test_a_budget_of_no_such_device_is_not_kept(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert budget(run, GIB, device="hots") == 1
+    assert "found no device 'hots'; expected --device with one of: host" in outcome(capsys)[1]
+    assert not run.exists()
 
 
 def test_an_unknown_engine_is_answered_with_the_known_ones(

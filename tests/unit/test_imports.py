@@ -41,7 +41,7 @@ ALLOWED = {
     "jax": "core errors jax",
     "jax.pool_scan": "core errors jax flax",
     "doctor": "_startup config ledger seams errors packaging",
-    "cli": "doctor cli_ledger cli_text _startup seams core config errors",
+    "cli": "api doctor cli_ledger cli_text _startup seams core config errors",
     "__main__": "cli",
 }
 

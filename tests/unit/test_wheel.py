@@ -32,7 +32,7 @@ def wheel(folder: Path, version: str = "0.28.0", **files: str) -> Path:
 
 def report(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
     code = main(["seams", "--json", "--wheel", str(path)])
-    (found,) = json.loads(capsys.readouterr().out)
+    (found,) = json.loads(capsys.readouterr().out)["releases"]
     return code, found
 
 
