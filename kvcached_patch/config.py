@@ -158,7 +158,7 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
 
 def ledger_dir(environ: Mapping[str, str] | None = None) -> Path:
     """Where the ledgers of this user are."""
-    from kvcached_patch.ledger import default_dir
+    from kvcached_patch.system import default_dir
 
     env = os.environ if environ is None else environ
     return default_dir(env.get("XDG_RUNTIME_DIR"), Path(tempfile.gettempdir()), os.getuid())

@@ -20,8 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvcached_patch.core.shares import fair_shares
-from kvcached_patch.core.sizes import format_bytes, parse_bytes
 from kvcached_patch.core.totals import Totals
 from kvcached_patch.errors import EngineNotFound, LedgerError
 from kvcached_patch.ledger_account import Account, limit_word
@@ -44,12 +42,8 @@ __all__ = [
     "EngineRecord",
     "Ledger",
     "LedgerError",
-    "default_dir",
     "devices",
-    "fair_shares",
-    "format_bytes",
     "ledger_path",
-    "parse_bytes",
 ]
 _SUFFIX = ".ledger"
 
@@ -77,11 +71,6 @@ class EngineRecord:
     alive: bool
     totals: Totals = field(default_factory=Totals)
     trimming: bool = False
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Prefix-cache hits per query; None before the first query."""
-        return self.hits / self.queries if self.queries else None
 
 
 class Ledger:
@@ -176,20 +165,6 @@ class Ledger:
             return None
         with _opened(self.path) as file:
             return _read(file).total or None
-
-
-def default_dir(xdg_runtime_dir: str | None, tmp: Path, uid: int) -> Path:
-    """Where the ledgers of a user are, the directory itself need not exist.
-
-    In `xdg_runtime_dir` (the variable's value) if that is this user's and can be written, else in
-    `tmp`, the system's directory for temporary files.
-    """
-    if xdg_runtime_dir and os.path.isabs(xdg_runtime_dir):
-        runtime = Path(xdg_runtime_dir)
-        usable = runtime.is_dir() and os.access(runtime, os.W_OK | os.X_OK)
-        if usable and runtime.stat().st_uid == uid:
-            return runtime / "kvcached-patch"
-    return tmp / f"kvcached-patch-{uid}"
 
 
 def ledger_path(directory: Path, device: str) -> Path:

@@ -112,3 +112,17 @@ def _stat(pid: int) -> list[bytes] | None:
 def alive(pid: int, start: int) -> bool:
     """Whether the process that started then still runs."""
     return started(pid) == start
+
+
+def default_dir(xdg_runtime_dir: str | None, tmp: Path, uid: int) -> Path:
+    """Where the ledgers of a user are, the directory itself need not exist.
+
+    In `xdg_runtime_dir` (the variable's value) if that is this user's and can be written, else in
+    `tmp`, the system's directory for temporary files.
+    """
+    if xdg_runtime_dir and os.path.isabs(xdg_runtime_dir):
+        runtime = Path(xdg_runtime_dir)
+        usable = runtime.is_dir() and os.access(runtime, os.W_OK | os.X_OK)
+        if usable and runtime.stat().st_uid == uid:
+            return runtime / "kvcached-patch"
+    return tmp / f"kvcached-patch-{uid}"

@@ -37,9 +37,6 @@ class Memory(Protocol):
     tensor: torch.Tensor
     backing: Backing | None
 
-    def resident_bytes(self) -> int:
-        """Bytes of the range that physical memory backs right now."""
-
     @property
     def page_bytes(self) -> int:
         """The unit in which memory can be committed and released; 0 if it cannot."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import os
 
 import torch
 
@@ -12,7 +10,6 @@ from kvcached_patch.errors import DriverError
 
 # MAP_NORESERVE is in Python's mmap module only from 3.13; the value is <asm-generic/mman.h>'s.
 _MAP_NORESERVE = 0x4000
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class HostMemory:
@@ -39,10 +36,6 @@ class HostMemory:
         # torch.frombuffer keeps the object it was given but not its buffer; the memoryview in
         # between holds the buffer, so that the mapping cannot be closed under a tensor.
         return torch.frombuffer(memoryview(self._map), dtype=torch.int8)
-
-    def resident_bytes(self) -> int:
-        """Committed bytes of the range, in whole system pages."""
-        return resident_bytes(self.tensor.data_ptr(), self.tensor.numel())
 
     @property
     def page_bytes(self) -> int:
@@ -77,22 +70,3 @@ class HostMemory:
         except BufferError as error:
             self.tensor = self._view()
             raise DriverError("munmap: tensors still view this range") from error
-
-
-def resident_bytes(address: int, nbytes: int) -> int:
-    """Bytes of ``[address, address + nbytes)`` that are resident, in whole system pages.
-
-    Raises DriverError if mincore(2) refuses the range (part of it is not mapped).
-    """
-    page = mmap.PAGESIZE
-    start = address // page * page
-    pages = -(-(address + nbytes - start) // page)
-    vector = (ctypes.c_ubyte * pages)()
-    if _libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * page), vector):
-        code = ctypes.get_errno()
-        raise DriverError(f"mincore of {nbytes} bytes at {address:#x}: {os.strerror(code)}")
-    return bytes(vector).translate(_LOW_BIT).count(1) * page
-
-
-# mincore(2): only the lowest bit of each byte is defined.
-_LOW_BIT = bytes(value & 1 for value in range(256))

@@ -52,10 +52,6 @@ class MappedRange:
         """The unit in which memory is committed and released."""
         return self._unit
 
-    def resident_bytes(self) -> int:
-        """Committed bytes, in whole pages."""
-        return (len(self.pages) - self.pages.count(None)) * self._unit
-
     def fence(self) -> None:
         """Wait for all that was launched on the stream: then pages may be exchanged."""
         self.backing.fence(self._stream())

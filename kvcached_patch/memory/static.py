@@ -20,10 +20,6 @@ class StaticMemory:
         except RuntimeError as error:
             raise DriverError(f"allocating {nbytes} bytes on {device}: {error}") from error
 
-    def resident_bytes(self) -> int:
-        """All of it, always."""
-        return self.tensor.numel()
-
     @property
     def page_bytes(self) -> int:
         """No part of it can be given back."""

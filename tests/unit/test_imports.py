@@ -18,7 +18,7 @@ OWN = {"kvcached_patch", "tomllib", *sys.stdlib_module_names}  # tomllib: from P
 ALLOWED = {
     "errors": "",
     "core": "errors",
-    "config": "ledger core errors",
+    "config": "system core errors",
     "memory": "core errors torch cuda",
     "pool": "memory core errors",
     "ledger": "ledger_account ledger_file system core errors",

@@ -11,8 +11,9 @@ import pytest
 from kvcached_patch.core.sizes import MOST_BYTES
 from kvcached_patch.core.totals import Totals
 from kvcached_patch.errors import EngineNotFound, LedgerError
-from kvcached_patch.ledger import Ledger, default_dir, devices, ledger_path
+from kvcached_patch.ledger import Ledger, devices, ledger_path
 from kvcached_patch.ledger_file import SLOTS, UNUSED, Field, LedgerFile
+from kvcached_patch.system import default_dir
 from tests.ledgers import Engine
 
 KIB, MIB, GIB, TIB = (1024**power for power in range(1, 5))
@@ -79,7 +80,7 @@ def test_what_joined_is_what_is_read(ledger: Ledger) -> None:
     assert (record.name, record.pid, record.model) == ("a", os.getpid(), "org/model")
     assert (record.reserved, record.committed, record.limit) == (8 * GIB, MIB, GIB)
     assert (record.cached, record.free, record.wanted) == (1, 5, KIB)
-    assert (record.queries, record.hits, record.hit_rate) == (4, 3, 0.75)
+    assert (record.queries, record.hits) == (4, 3)
     assert record.alive
     assert account.committed == MIB
 
@@ -95,11 +96,6 @@ def test_totals_are_read_as_they_were_published(ledger: Ledger) -> None:
     assert record.totals == Totals(70, 40, 3, 99_002_100_000, [2, 1, *[0] * 8, 1])
     assert (record.name, record.model, record.free) == ("a", "org/model", 5)
     assert record.age_s < 60
-
-
-def test_before_the_first_query_there_is_no_hit_rate(ledger: Ledger) -> None:
-    ledger.join("a")
-    assert ledger.engines()[0].hit_rate is None
 
 
 def test_reading_makes_no_file(ledger: Ledger) -> None:
