@@ -64,7 +64,7 @@ def reclaim(result: dict[str, Any]) -> Figure:
     axes.text(
         bursts[0]["begin"] + 0.3,
         bursts[0]["peak_bytes"] / GIB + 0.2 * top,
-        "with KVCACHED_PATCH=1: what the load needs",
+        f"patched, KVCACHED_PATCH_RETAIN={result['retention']}: what the load needs",
         color=OURS,
         fontweight="bold",
         va="center",

@@ -58,7 +58,7 @@ SETTINGS = (
         TOGGLE,
         (*SWITCH_FORMS, "auto"),
         "0",
-        "`0`, `off`: nothing of the plugin is imported. `1`, `on`: vLLM is patched completely or "
+        "`0`, `off`: nothing is patched. `1`, `on`: vLLM is patched completely or "
         "does not start. `auto`: patched where everything matches, else stock vLLM and one warning "
         "that says why",
     ),
@@ -80,7 +80,7 @@ SETTINGS = (
     Setting(
         BUDGET,
         SIZE_FORMS,
-        "as it is",
+        "none, or the one in force",
         "the most that all engines of this user may commit together, on each device; the first "
         "engine sets it",
     ),

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of the README that are made from data, each between two lines that name it.
 
-python -m tools.readme      put these tables in: the settings, from kvcached_patch/config.py, and
-                            what depth costs, from bench/results/scanning-*.json
+python -m tools.readme      put these tables in: the settings, from kvcached_patch/config.py; what
+                            the plugin costs, from bench/results/{overhead,scheduling}.json; and
+                            what depth costs MaxText, from bench/results/scanning-*.json
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from kvcached_patch.config import SCAN_KINDS, SETTINGS, Setting
 
@@ -69,7 +71,41 @@ def scanning() -> str:
     return "\n".join(lines) + "\n"
 
 
-PARTS = {"settings": settings, "scanning": scanning}
+def cost() -> str:
+    """The table of what the plugin costs, measured in pairs."""
+    lines = ["| | stock | patched | patched / stock |", "|---|---|---|---|"]
+    for each in _result("overhead")["models"]:
+        for key, what in (
+            ("tokens_per_s", "tokens per second"),
+            ("p50_ms", "ms per token, median"),
+            ("p99_ms", "ms per token, 99th percentile"),
+        ):
+            measured = each[key]
+            cells = _pair(measured["stock"], measured["patched"], measured["ratio"])
+            lines.append(f"| {each['model']}: {what} | {cells} |")
+    for each in _result("scheduling")["schedule"]:
+        bound = ", with a limit" if each["bounded"] else ""
+        requests = f"{each['requests']} request{'s' * (each['requests'] > 1)}"
+        cells = _pair(each["vllm"], each["ours"], each["ratio"])
+        lines.append(f"| µs to schedule a step of {requests}{bound} | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
+def _result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _pair(stock: dict[str, float], ours: dict[str, float], ratio: dict[str, float]) -> str:
+    spread = f"{ratio['median']:.2f} ({ratio['low']:.2f}–{ratio['high']:.2f})"
+    return f"{_short(stock['median'])} | {_short(ours['median'])} | {spread}"
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.1f}"
+
+
+PARTS = {"settings": settings, "scanning": scanning, "cost": cost}
 
 
 def made(readme: str) -> str:

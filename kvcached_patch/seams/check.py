@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as distribution_version
@@ -117,6 +118,8 @@ def check(manifest: Manifest, installed: Installed, *, alone: bool = False) -> V
             f"{installed.package} {version}: no seams are known for this release; "
             f"expected {installed.package} {manifest.supported}"
         )
+    elif not alone and sys.platform != "linux":
+        problem = f"{installed.package} {version}: this system is {sys.platform}; expected linux"
     else:
         problem = "\n".join(
             [

@@ -241,6 +241,15 @@ def test_a_release_has_the_seams_of_its_range(
         assert "expected lib <1,>=0.28" in found.problem
 
 
+def test_another_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = manifest(START, ALLOCATE)
+    lib = installed(tmp_path, FILES)
+    assert check(expected, lib).problem == ""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert check(expected, lib).problem == "lib 1.0: this system is darwin; expected linux"
+    assert check(expected, lib, alone=True).problem == "", "a wheel's sources"
+
+
 def test_a_supported_release_without_any_seam_is_refused(tmp_path: Path) -> None:
     found = check(manifest(seam(versions="<1")), installed(tmp_path, {"work.py": ""}, "1.5"))
     assert "no seams are known" in found.problem

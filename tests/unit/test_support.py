@@ -82,8 +82,8 @@ def test_results_that_differ_from_the_record_are_told(tmp_path: Path) -> None:
 def test_the_tables(tmp_path: Path) -> None:
     tables = support.render({"0.28.0": result(tmp_path), "0.32.0": Result(2, 0, 0, 9, SHAPES)})
     lines = tables.splitlines()
-    assert "| 0.28.0 | V1 and V2 | V1 | 4 passed, 1 skipped, 42 s |" in lines
-    assert any(line.startswith("| 0.27.1 | V1 and V2 | | its sources: ") for line in lines)
+    assert "| 0.28.0 | whole engines, V1 runner | 4 passed, 1 skipped, 42 s |" in lines
+    assert any(line.startswith("| 0.27.1 | nothing: its sources match, in ") for line in lines)
     assert "| cache | 0.28 | 0.32 |" in lines
     assert "| packed | classes | classes |" in lines
     assert "| latent | (1) | (1) |" in lines
