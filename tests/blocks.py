@@ -57,7 +57,7 @@ def use_backend(stage: Stage, backend: Backend) -> None:
 
 
 def binding_of(runner: Any) -> vllm_worker.Binding:
-    return vllm_worker._bindings[worker_of(runner)]
+    return vllm_worker._bound(worker_of(runner))
 
 
 def check_blocks(runner: Any, *, keys_first: Collection[str] = ()) -> None:

@@ -146,6 +146,11 @@ class Driver(Process):
     def cuCtxGetCurrent(self) -> cuda.CUcontext:
         return cuda.CUcontext(CONTEXTS + self.stack()[-1] if self.stack() else 0)
 
+    @call()
+    def cuCtxSynchronize(self) -> None:
+        """Waits for all of the context's work. [manual: cuCtxSynchronize]"""
+        self.streams.run_all(self.current())
+
     @call(1, context=False)
     def cuMemGetAllocationGranularity(self, prop: Any, option: Any) -> int:
         return self.place(prop).granularity

@@ -67,6 +67,11 @@ class Streams:
         work.done = True
         self.pending.remove(work)
 
+    def run_all(self, device: int) -> None:
+        """Run all of a device's work."""
+        for work in [work for work in self.pending if work.stream[0] == device]:
+            self.run(work)
+
     def run_until(self, last: Work | None) -> None:
         """Run a stream's work up to and including `last`; nothing else."""
         while last is not None and not last.done:

@@ -12,7 +12,6 @@ from kvcached_patch.core.totals import Totals
 from kvcached_patch.engines.budget import SPARE_SLABS, Budget, Geometry
 from kvcached_patch.engines.budgets import Budgets
 from kvcached_patch.engines.page_supply import PageSupply
-from kvcached_patch.errors import PoolExhausted
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,8 @@ class Allowance:
         self.missed = False
         self.ask_share()
         self._budget.hold(self.backed)
-        if supply is not None and supply.grow(self.backed, 0.0) < self.backed:
-            raise PoolExhausted(
-                f"the device has pages for {supply.slabs} slabs of "
-                f"{agreement.geometry.slab_bytes} bytes; expected at least {self.backed} to begin "
-                "with"
-            )
+        if supply is not None:
+            supply.need(self.backed, agreement.geometry.slab_bytes)
         self.settle(0)
 
     @property

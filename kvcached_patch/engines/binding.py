@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -63,6 +64,7 @@ class Binding:
 
     def __init__(self, worker: Any) -> None:
         """Bind the storage of `worker`, a vLLM ``Worker`` with its model loaded."""
+        self.worker = ref(worker)
         self.runner = worker.model_runner
         self.stock = static_because(worker.vllm_config) is not None
         # vLLM's own two classes: v1/worker/gpu_model_runner.py, v1/worker/gpu/model_runner.py.
@@ -194,7 +196,7 @@ def pool_kind(device_type: str) -> str:
     return "host" if device_type == "cpu" else "static"
 
 
-def _reserve(nbytes: int, device: torch.device) -> Memory:
+def _reserve(nbytes: int, device: torch.device, beside: Memory | None) -> Memory:
     kind = pool_kind(device.type)
     if DEVICE_TYPES.get(kind, device.type) != device.type:
         fitting = (name for name, served in DEVICE_TYPES.items() if served == device.type)
@@ -208,4 +210,4 @@ def _reserve(nbytes: int, device: torch.device) -> Memory:
             "%s",
             INSTALL,
         )
-    return reserve(kind, nbytes, device)
+    return reserve(kind, nbytes, device, beside)

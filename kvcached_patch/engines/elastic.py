@@ -113,7 +113,8 @@ class Elastic:
     def due(self) -> float | None:
         """When a plan would next change something without a step, by time.monotonic()."""
         reset = self._pool.cached_block_hash_to_block is not self._cache
-        if reset or self._allowance.unsettled:
+        # Fresh before the first plan: it also gives back what warm-up touched.
+        if reset or self._allowance.unsettled or self.queue.fresh:
             return self.queue.now
         times = []
         if (empty_since := self.queue.empty_since) is not None:

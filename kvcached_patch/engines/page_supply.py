@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvcached_patch.core.pages import Plan
+from kvcached_patch.errors import PoolExhausted
 
 # How long nobody is asked again after the device had no more.
 RETRY_SECONDS = 0.5
@@ -50,6 +51,14 @@ class PageSupply:
             # They own these until a plan says otherwise, the last one not knowing of them.
             self._kept[-1] = max(self._kept[-1], self.slabs)
         return self.slabs
+
+    def need(self, slabs: int, slab_bytes: int) -> None:
+        """Have pages for so many slabs to begin with; raises PoolExhausted if there are not."""
+        if self.grow(slabs, 0.0) < slabs:
+            raise PoolExhausted(
+                f"the device has pages for {self.slabs} slabs of {slab_bytes} bytes; expected at "
+                f"least {slabs} to begin with"
+            )
 
     def settle(self, backed: int, most: int) -> None:
         """Keep no more than so many slabs' pages, those of `backed` slabs in any case."""

@@ -18,8 +18,8 @@ class StorageSupply(TorchFunctionMode):
     them and checks them stays vLLM's code. The seam manifest requires the call to be there.
     """
 
-    def __init__(self, reserve: Callable[[int, torch.device], Memory]) -> None:
-        """Take each range from `reserve` (bytes, device)."""
+    def __init__(self, reserve: Callable[[int, torch.device, Memory | None], Memory]) -> None:
+        """Take each range from `reserve` (bytes, device, one that was taken before)."""
         super().__init__()
         self._reserve = reserve
         self.taken: list[Memory] = []
@@ -36,6 +36,7 @@ class StorageSupply(TorchFunctionMode):
         if func is not torch.zeros or kwargs.get("dtype") is not torch.int8:
             return func(*args, **kwargs)
         (nbytes,) = args
-        memory = self._reserve(nbytes, torch.device(kwargs["device"]))
+        beside = self.taken[0] if self.taken else None
+        memory = self._reserve(nbytes, torch.device(kwargs["device"]), beside)
         self.taken.append(memory)
         return memory.tensor

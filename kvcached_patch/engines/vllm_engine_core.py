@@ -103,7 +103,7 @@ def _stay_in_place(reason: Reason, device_type: str) -> None:
 def _divide(executor: Any, kv_cache_config: Any, reports: list[dict[str, Any]]) -> None:
     """Agree on slabs that cover a page in every pool of every worker, and enter the ledger.
 
-    Raises ConfigError for bounds that cannot be kept.
+    Raises ConfigError for bounds that cannot be kept, PoolExhausted if there are no pages at all.
     """
     rigid = _rigid(executor, reports)
     if rigid is not None:
@@ -144,6 +144,8 @@ def _divide(executor: Any, kv_cache_config: Any, reports: list[dict[str, Any]]) 
         shared = not all(each.exact for each in pages)
         footprint = Footprint(common.in_flight, pages if shared else [])
     geometries = _by_device(common, reports, pages)
+    if supply is not None:  # for the null block's; where it is lacking, workers are shut down here
+        supply.need(1, geometries[0].slab_bytes)
     agree(Agreement(geometries[0], join_all(geometries), footprint, supply))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvcached_patch import config
 from kvcached_patch.engines.binding import pool_kind
 from kvcached_patch.engines.vllm_static import static_because
 
@@ -94,7 +95,7 @@ def keep_activations(worker: Any, device: torch.device) -> None:
     After profiling vLLM gives that memory back to the device and counts on finding it there. Where
     it took no profile (``kv_cache_memory_bytes``) nothing is known of it.
     """
-    nbytes = int(vars(worker).get("peak_activation_memory", 0))
+    nbytes = int(vars(worker).get("peak_activation_memory", 0)) - _graphs_in_it(worker)
     try:
         torch.empty(nbytes, dtype=torch.int8, device=device)
     except torch.OutOfMemoryError:
@@ -104,3 +105,16 @@ def keep_activations(worker: Any, device: torch.device) -> None:
             device,
             nbytes,
         )
+
+
+def _graphs_in_it(worker: Any) -> int:
+    """Bytes of ``peak_activation_memory`` that graphs were to take, and have by now.
+
+    From 0.27 vLLM counts them in, unless it is told not to (v1/worker/gpu_worker.py).
+    """
+    from vllm.utils.mem_utils import MemoryProfilingResult
+
+    counted = "transient_peak_headroom" in MemoryProfilingResult.__dataclass_fields__
+    if not counted or config.raw("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS") == "0":
+        return 0
+    return int(vars(worker).get("cudagraph_memory_estimate", 0))

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from kvcached_patch import config
 from kvcached_patch.core.pages import PLAN, Plan
@@ -26,7 +25,8 @@ logger = logging.getLogger("vllm.kvcached_patch")
 TIMEOUT_SECONDS = 300.0
 
 _active: Binding | None = None
-_bindings: WeakKeyDictionary[Any, Binding] = WeakKeyDictionary()
+# The attribute of a worker that holds its binding, which knows the runner: see `ELASTIC`.
+BINDING = "kvcached_patch_binding"
 
 
 def initialize_from_config(
@@ -43,7 +43,7 @@ def initialize_from_config(
         result = wrapped(*args, **kwargs)
     else:
         result = _allocated(binding, kv_cache_config, partial(wrapped, *args, **kwargs))
-    _bindings[worker] = binding
+    setattr(worker, BINDING, binding)
     _announce(binding.report())
     return result
 
@@ -161,16 +161,14 @@ def execute_model(
 
     Outputs without a plan exist before the first one (V2's ``warmup_kernels``).
     """
-    binding = _bindings.get(worker)
+    binding = vars(worker).get(BINDING)
     if binding is not None and binding.pool is not None:
         output = args[0] if args else kwargs["scheduler_output"]
         plan = vars(output).get(PLAN)
         if plan is None:
             binding.pool.missing()
         else:
-            binding.pool.apply(plan, idle=not output.total_num_scheduled_tokens)
-            if not plan.sequence and binding.memories[0].kind == "cuda":
-                keep_activations(worker, binding.memories[0].tensor.device)
+            _apply(binding, binding.pool, plan, idle=not output.total_num_scheduled_tokens)
     return wrapped(*args, **kwargs)
 
 
@@ -196,7 +194,13 @@ def supply(worker: Any, slabs: int) -> int:
 
 def apply_idle_plan(worker: Any, plan: Plan) -> None:
     """Carry out a plan that no step goes with: the engine is quiet."""
-    _pool_of(worker).apply(plan, idle=True)
+    _apply(_bound(worker), _pool_of(worker), plan, idle=True)
+
+
+def _apply(binding: Binding, pool: ElasticPool, plan: Plan, *, idle: bool) -> None:
+    pool.apply(plan, idle=idle)
+    if not plan.sequence and binding.memories[0].kind == "cuda":
+        keep_activations(binding.worker(), binding.memories[0].tensor.device)
 
 
 def _pool_of(worker: Any) -> ElasticPool:
@@ -206,7 +210,7 @@ def _pool_of(worker: Any) -> ElasticPool:
 
 
 def _binding_of(worker: Any) -> Binding | None:
-    return _bindings.get(getattr(worker, "worker", worker))
+    return vars(getattr(worker, "worker", worker)).get(BINDING)
 
 
 def _bound(worker: Any) -> Binding:

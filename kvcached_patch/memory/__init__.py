@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Backing(Protocol):
-    """The pages of one device in this process, where they must be had before they are promised.
+    """One owner's pages of a device, where they must be had before they are promised.
 
     uuid: of the device.
     """
@@ -58,8 +58,10 @@ class Memory(Protocol):
 DEVICE_TYPES = {"host": "cpu", "cuda": "cuda"}
 
 
-def reserve(kind: str, nbytes: int, device: torch.device) -> Memory:
+def reserve(kind: str, nbytes: int, device: torch.device, beside: Memory | None = None) -> Memory:
     """Reserve exactly `nbytes` bytes on `device` from memory of this kind.
+
+    beside: memory of the same kind, device and owner, if there is any: both draw on one backing.
 
     Raises ValueError for an unknown kind, DriverError if the memory cannot be had.
     """
@@ -70,7 +72,7 @@ def reserve(kind: str, nbytes: int, device: torch.device) -> Memory:
     if kind == "cuda":
         from kvcached_patch.memory.cuda import CudaMemory
 
-        return CudaMemory(nbytes, device)
+        return CudaMemory(nbytes, device, beside if isinstance(beside, CudaMemory) else None)
     if kind == "static":
         from kvcached_patch.memory.static import StaticMemory
 

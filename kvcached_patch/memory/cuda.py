@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
 
-from kvcached_patch.errors import DriverError
+from kvcached_patch.errors import DriverError, KvcachedPatchError
 from kvcached_patch.memory.device_pages import DevicePages
 from kvcached_patch.memory.driver import load
 from kvcached_patch.memory.mapped_range import MappedRange
-
-_devices: dict[int, DevicePages] = {}
 
 
 def missing() -> str | None:
@@ -27,37 +27,77 @@ def missing() -> str | None:
     return None if count else f"GPU: none found ({code.name})"
 
 
-def pages_of(ordinal: int) -> DevicePages:
-    """The pages of a GPU in this process: the same for all ranges that are open at a time."""
-    if ordinal not in _devices:
-        _devices[ordinal] = DevicePages(load(), ordinal)
-    return _devices[ordinal]
+class CudaMemory:
+    """A `MappedRange` that PyTorch sees as a tensor, in the order of each caller's stream.
 
-
-class CudaMemory(MappedRange):
-    """A `MappedRange` that PyTorch sees as a tensor, in the order of each caller's stream."""
+    It lasts as long as anything views it: where nobody closes it, as vLLM's engines in one process
+    with their caller do not, it goes with the last view.
+    """
 
     kind = "cuda"
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        """Reserve `nbytes` bytes (> 0); raises DriverError if `device` cannot serve them."""
-        if device.type != "cuda":
-            raise DriverError(f"cuda memory: cannot serve device {device}; expected cuda")
-        ordinal = torch.cuda.current_device() if device.index is None else device.index
-        super().__init__(
-            pages_of(ordinal), nbytes, lambda: torch.cuda.current_stream(ordinal).cuda_stream
-        )
-        self._ordinal = ordinal
-        self._nbytes = nbytes
+    def __init__(self, nbytes: int, device: torch.device, beside: CudaMemory | None = None) -> None:
+        """Reserve `nbytes` bytes (> 0).
+
+        beside: memory of the same GPU and owner, with whose pages it is counted. Raises DriverError
+        if `device` cannot serve them, PoolExhausted.
+        """
+        self._ordinal = self._ordinal_of(device)
+        self.backing = beside.backing if beside else DevicePages(load(), self._ordinal)
         try:
-            self._view()
+            stream = partial(self._stream, self._ordinal)
+            self._range = MappedRange(self.backing, nbytes, stream)
+        except KvcachedPatchError:
+            if not self.backing.ranges:
+                self.backing.close()
+            raise
+        try:
+            self._view(self._bytes_at(self._range.address, nbytes))
         except BaseException:
-            super().close()
+            _give_back(self._range)
             raise
 
-    def _view(self) -> None:
-        self._bytes: _Bytes | None = _Bytes(self.address, self._nbytes)
-        self.tensor = torch.as_tensor(self._bytes, device=torch.device("cuda", self._ordinal))
+    @staticmethod
+    def _ordinal_of(device: torch.device) -> int:
+        if device.type != "cuda":
+            raise DriverError(f"cuda memory: cannot serve device {device}; expected cuda")
+        return torch.cuda.current_device() if device.index is None else device.index
+
+    @staticmethod
+    def _stream(ordinal: int) -> int:
+        return torch.cuda.current_stream(ordinal).cuda_stream
+
+    @staticmethod
+    def _bytes_at(address: int, nbytes: int) -> Any:
+        """What PyTorch is given to view."""
+        return _Bytes(address, nbytes)
+
+    @staticmethod
+    def _tensor_of(viewed: Any, ordinal: int) -> torch.Tensor:
+        return torch.as_tensor(viewed, device=torch.device("cuda", ordinal))
+
+    def _view(self, viewed: Any) -> None:
+        self.tensor = self._tensor_of(viewed, self._ordinal)
+        self._viewed: weakref.ref[Any] | None = weakref.ref(viewed)
+        self._unviewed = weakref.finalize(viewed, _left, self._range, os.getpid())
+        self._unviewed.atexit = False
+
+    @property
+    def page_bytes(self) -> int:
+        """The unit in which memory is committed and released."""
+        return self._range.page_bytes
+
+    def fence(self) -> None:
+        """See `MappedRange.fence`."""
+        self._range.fence()
+
+    def commit(self, start: int, end: int) -> None:
+        """See `MappedRange.commit`."""
+        self._range.commit(start, end)
+
+    def release(self, start: int, end: int) -> None:
+        """See `MappedRange.release`."""
+        self._range.release(start, end)
 
     def close(self) -> None:
         """Wait for the GPU and give the range back, with the last one all that is owned.
@@ -65,18 +105,33 @@ class CudaMemory(MappedRange):
         Raises DriverError while a tensor still views it: its next use would end the process's
         context. After an error of the driver the next call goes on from there.
         """
-        if self._bytes is not None:
+        if self._viewed is not None:
             self.fence()
-            owner = weakref.ref(self._bytes)
-            self._bytes = None
+            self._unviewed.detach()
             del self.tensor
-            if owner() is not None:
-                self._view()
+            viewed = self._viewed()
+            if viewed is not None:
+                self._view(viewed)
                 raise DriverError("closing a range of GPU memory: tensors still view it")
-        super().close()
-        if not self.backing.ranges:
-            self.backing.close()
-            del _devices[self._ordinal]
+            self._viewed = None
+        _give_back(self._range)
+
+
+def _give_back(range_: MappedRange) -> None:
+    """Close a range, and with the last one the pages."""
+    range_.close()
+    if not range_.backing.ranges:
+        range_.backing.close()
+
+
+def _left(range_: MappedRange, process: int) -> None:
+    """Nobody views the range any more, and nobody closed it.
+
+    It may be in the midst of anything that this thread was at.
+    """
+    if os.getpid() == process:  # not in a fork, which has no context
+        with range_.backing.aside():
+            _give_back(range_)
 
 
 class _Bytes:

@@ -1,9 +1,10 @@
-"""One GPU's pages in this process: created ahead, handed out, given back."""
+"""One owner's pages of a GPU: created ahead, handed out, given back."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from kvcached_patch.errors import DriverError, KvcachedPatchError, PoolExhausted
@@ -14,7 +15,7 @@ HEADROOM = 256
 
 
 class DevicePages:
-    """Pages of one GPU that this process owns; all `ranges` on that GPU draw from them.
+    """Pages of one GPU that a worker owns, whose `ranges` draw from them.
 
     Sizes are bytes where named so, else pages. A page is one allocation of the driver's minimum
     granularity, 2 MiB on every GPU so far. `owned` counts those in ranges and the spare ones.
@@ -37,7 +38,10 @@ class DevicePages:
         self._device = self.call("cuDeviceGet", ordinal)
         mappable = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         if not self.call("cuDeviceGetAttribute", mappable, self._device):
-            raise DriverError(f"GPU {ordinal}: found no virtual memory management; expected it")
+            raise DriverError(
+                f"GPU {ordinal}: found no virtual memory management; expected it, or "
+                "KVCACHED_PATCH_POOL=static"
+            )
         self._describe(ordinal)
         self._context = self.call("cuDevicePrimaryCtxRetain", self._device)
         self._undo: list[tuple[Any, ...]] = []
@@ -95,6 +99,22 @@ class DevicePages:
     def enter(self) -> None:
         """Make this GPU's context the calling thread's (D3)."""
         self.call("cuCtxSetCurrent", self._context)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Keep the thread's context, which may be in the midst of other calls.
+
+        Begins by waiting for all that this process has launched on the GPU.
+        """
+        before = self.call("cuCtxGetCurrent")
+        self.call("cuDevicePrimaryCtxRetain", self._device)
+        try:
+            self.enter()
+            self.call("cuCtxSynchronize")
+            yield
+        finally:
+            self.call("cuCtxSetCurrent", before)
+            self.call("cuDevicePrimaryCtxRelease", self._device)
 
     @property
     def uuid(self) -> str:
@@ -172,7 +192,7 @@ class DevicePages:
 
     def reserve(self, nbytes: int) -> int:
         """Reserve a range of addresses, whole pages; returns its first."""
-        return int(self.call("cuMemAddressReserve", nbytes, 0, 0, 0))
+        return int(self.call("cuMemAddressReserve", nbytes, self.page_bytes, 0, 0))
 
     def unreserve(self, address: int, nbytes: int) -> None:
         """Give a reserved range back, in which nothing is mapped."""

@@ -94,8 +94,10 @@ class MappedRange:
     def close(self) -> None:
         """Give addresses and pages back; nobody may be at work on them.
 
-        Raises DriverError; the next call goes on from there.
+        Raises DriverError; the next call goes on from there, and one more does nothing.
         """
+        if not self._size:
+            return
         self.backing.enter()
         while self.pages:
             self.backing.unmap(self._at(len(self.pages) - 1))
@@ -103,6 +105,7 @@ class MappedRange:
             if page is not None:
                 self.backing.give([page])
         self.backing.unreserve(self.address, self._size)
+        self._size = 0
         self.backing.ranges -= 1
 
     def _numbers(self, start: int, end: int) -> range:

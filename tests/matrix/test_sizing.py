@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.platforms import current_platform
-from vllm.utils.mem_utils import MemorySnapshot, memory_profiling
+from vllm.utils.mem_utils import MemoryProfilingResult, MemorySnapshot, memory_profiling
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import request_memory
 
@@ -126,6 +126,22 @@ def test_vllm_448_a_graph_takes_what_pytorch_holds_for_it(gpu: Gpu, pool: str) -
     found = vllm_sizing.profile_graphs(lambda: one_graph(gpu), None, (), {})
     assert found == (GIB if pool == "cuda" else 10 * GIB)
     assert torch.accelerator.get_memory_info() == gpu.info(), "restored"
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_graphs_are_not_kept_once_more_as_activations(
+    monkeypatch: pytest.MonkeyPatch, counted: bool
+) -> None:
+    """As `Worker.determine_available_memory` leaves it, by whose profile they are counted in."""
+    monkeypatch.setenv("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS", str(int(counted)))
+    in_it = counted and "transient_peak_headroom" in MemoryProfilingResult.__dataclass_fields__
+    worker = SimpleNamespace(
+        peak_activation_memory=ACTIVATIONS + GIB * in_it, cudagraph_memory_estimate=GIB
+    )
+    kept = []
+    monkeypatch.setattr(torch, "empty", lambda nbytes, **_: kept.append(nbytes))
+    vllm_sizing.keep_activations(worker, torch.device("cpu"))
+    assert kept == [ACTIVATIONS]
 
 
 def test_activations_that_others_left_no_room_for_are_told(

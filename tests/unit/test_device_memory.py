@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from ctypes.util import find_library
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from cuda.bindings.driver import CUresult
@@ -284,12 +285,36 @@ def test_starting_survives_failure_at_every_call(k: int) -> None:
     assert driver.leaks() == {}
 
 
-def test_without_a_driver_it_is_said_what_is_missing() -> None:
-    if find_library("cuda"):
-        assert load().__name__ == "cuda.bindings.driver"
-    else:
-        with pytest.raises(DriverError, match=r"NVIDIA's driver library: not found \("):
-            load()
+def test_without_a_driver_it_is_said_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    if find_library("cuda"):  # then as cuda-bindings would raise it
+        name = "cuda.bindings.driver.cuInit"
+        monkeypatch.setattr(name, Mock(side_effect=RuntimeError("no libcuda.so.1")))
+    with pytest.raises(DriverError, match=r"NVIDIA's driver library: not found \("):
+        load()
+
+
+def test_d3_a_thread_s_own_context_is_kept_aside() -> None:
+    """A range may go in the midst of another one's calls, with all that was owned."""
+    gpu = Gpu()
+    _, other = gpu.driver.cuDevicePrimaryCtxRetain(0)
+    for before in (0, other):
+        gpu.driver.cuCtxSetCurrent(before)
+        gpu.write(2, 9)
+        with gpu.pages.aside():
+            assert gpu.driver.run_some() == 0, "all that was launched is done"
+            gpu.pages.call("cuCtxSetCurrent", 0)
+        assert int(gpu.driver.cuCtxGetCurrent()[1]) == int(before)
+    gpu.driver.cuDevicePrimaryCtxRelease(0)
+    gpu.close()
+
+
+def test_closing_a_range_once_more_does_nothing() -> None:
+    gpu = Gpu()
+    second = MappedRange(gpu.pages, PAGE, lambda: STREAM)
+    second.close()
+    second.close()
+    assert gpu.pages.ranges == 1
+    gpu.close()
 
 
 class Engine:

@@ -14,8 +14,6 @@ import torch
 from cuda_emulated.driver import Driver
 from kvcached_patch import memory
 from kvcached_patch.memory import cuda
-from kvcached_patch.memory.device_pages import DevicePages
-from kvcached_patch.memory.mapped_range import MappedRange
 
 _driver: Driver | None = None
 ordinal = 0  # of the GPU that ranges are reserved on
@@ -27,23 +25,25 @@ def load() -> Driver:
     return _driver
 
 
-class EmulatedMemory(MappedRange):
-    """`CudaMemory` on the CPU, whose steps are done when they return."""
+class EmulatedMemory(cuda.CudaMemory):
+    """On the CPU, whose steps are done when they return."""
 
-    kind = "cuda"
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    @staticmethod
+    def _ordinal_of(device: torch.device) -> int:
         assert device.type == "cpu"
-        super().__init__(_pages(), nbytes, lambda: 0)
-        self.tensor = torch.frombuffer(_buffer(self.address, nbytes), dtype=torch.int8)
+        return ordinal
 
+    @staticmethod
+    def _stream(ordinal: int) -> int:
+        return 0
 
-def _buffer(address: int, nbytes: int) -> Any:
-    return (ctypes.c_int8 * nbytes).from_address(address)
+    @staticmethod
+    def _bytes_at(address: int, nbytes: int) -> Any:
+        return (ctypes.c_int8 * nbytes).from_address(address)
 
-
-def _pages() -> DevicePages:
-    return cuda.pages_of(ordinal)
+    @staticmethod
+    def _tensor_of(viewed: Any, ordinal: int) -> torch.Tensor:
+        return torch.frombuffer(viewed, dtype=torch.int8)
 
 
 def register() -> None:

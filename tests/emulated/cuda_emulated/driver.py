@@ -39,6 +39,7 @@ class Driver:
 
     def __init__(self) -> None:
         self._file = os.memfd_create("gpu")
+        self._used = Path(os.environ["CUDA_EMULATED_USED"])
         self._size = 0
         self._free: list[int] = []
         self._mapped: dict[int, int] = {}  # address -> handle
@@ -56,15 +57,14 @@ class Driver:
 
     def _account(self, nbytes: int, *, peak: bool = False) -> int:
         """Bytes in use after so many more were taken; -1, and none are, if there are not."""
-        path, capacity = Path(os.environ["CUDA_EMULATED_USED"]), self._capacity()
-        with path.open("a+b") as file:
+        with self._used.open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            data = path.read_bytes()
+            data = self._used.read_bytes()
             before, most = struct.unpack("<qq", data) if data else (0, 0)
             used = before + nbytes
-            if nbytes > 0 and used > capacity:
+            if nbytes > 0 and used > self._capacity():
                 return -1
-            path.write_bytes(struct.pack("<qq", used, used if peak else max(most, used)))
+            self._used.write_bytes(struct.pack("<qq", used, used if peak else max(most, used)))
             return most if peak else used
 
     def _capacity(self) -> int:
@@ -95,6 +95,12 @@ class Driver:
     def cuCtxSetCurrent(self, context: int) -> Any:
         return OK
 
+    def cuCtxGetCurrent(self) -> Any:
+        return *OK, 1
+
+    def cuCtxSynchronize(self) -> Any:
+        return OK
+
     def cuMemGetAllocationGranularity(self, prop: Any, option: Any) -> Any:
         return *OK, GRANULARITY
 
@@ -103,6 +109,9 @@ class Driver:
 
     def cuEventCreate(self, flags: int) -> Any:
         return *OK, 1
+
+    def cuEventDestroy(self, event: int) -> Any:
+        return OK
 
     def cuEventRecord(self, event: int, stream: int) -> Any:
         return OK
