@@ -186,3 +186,12 @@ def test_a_device_without_a_page_is_told_at_start(make: Make) -> None:
     with pytest.raises(PoolExhausted, match=r"pages for 0 slabs of \d+ bytes; expected at least 1"):
         make(KINDS["own pages, one batch at a time"], 2)
     make(KINDS["own pages, one batch at a time"], 3)
+
+
+def test_the_first_plan_waits_for_no_request(make: Make) -> None:
+    """It gives back what warm-up touched, and workers keep what their activations take."""
+    engine = make(KINDS["own pages, one batch at a time"], 100)
+    assert engine.elastic is not None
+    assert engine.elastic.due() == engine.elastic.queue.now
+    engine.plan_idle()
+    assert engine.elastic.due() is None
