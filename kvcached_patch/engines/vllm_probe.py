@@ -70,7 +70,7 @@ def _judged(arguments: Sequence[str]) -> dict[str, Any]:
 
     from kvcached_patch.engines.vllm_static import arguments_static_because
 
-    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+    class Parser(FlexibleArgumentParser):
         def error(self, message: str) -> None:
             raise ValueError(message)
 

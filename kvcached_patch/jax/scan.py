@@ -121,7 +121,7 @@ def apply_layers(
 @contextmanager
 def fed(layers: Any) -> Iterator[None]:
     """Have these stacked layers, and what MaxText makes of their slices, run on a feed."""
-    layer_class = type(layers)
+    layer_class: Any = type(layers)
     object.__setattr__(layers, "__class__", _fed_class(layer_class))
     try:
         yield

@@ -35,7 +35,10 @@ class Memory(Protocol):
 
     kind: str
     tensor: torch.Tensor
-    backing: Backing | None
+
+    @property
+    def backing(self) -> Backing | None:
+        """Where its pages come from."""
 
     @property
     def page_bytes(self) -> int:

@@ -43,7 +43,8 @@ class CudaMemory:
         if `device` cannot serve them, PoolExhausted.
         """
         self._ordinal = self._ordinal_of(device)
-        self.backing = beside.backing if beside else DevicePages(load(), self._ordinal)
+        shared = beside.backing if beside else None
+        self.backing: DevicePages = shared or DevicePages(load(), self._ordinal)
         try:
             stream = partial(self._stream, self._ordinal)
             self._range = MappedRange(self.backing, nbytes, stream)
@@ -61,11 +62,11 @@ class CudaMemory:
     def _ordinal_of(device: torch.device) -> int:
         if device.type != "cuda":
             raise DriverError(f"cuda memory: cannot serve device {device}; expected cuda")
-        return torch.cuda.current_device() if device.index is None else device.index
+        return int(torch.cuda.current_device() if device.index is None else device.index)
 
     @staticmethod
     def _stream(ordinal: int) -> int:
-        return torch.cuda.current_stream(ordinal).cuda_stream
+        return int(torch.cuda.current_stream(ordinal).cuda_stream)
 
     @staticmethod
     def _bytes_at(address: int, nbytes: int) -> Any:
