@@ -8,9 +8,11 @@ from typing import Any
 
 from tests.gpu import measured
 
+LEFT = "tests.gpu.probes:left"
+
 
 def test_an_engine_end_to_end() -> None:
-    """The same tokens as stock's, from memory that comes and goes."""
+    """The same tokens as stock's, from memory that is committed as it is needed."""
     if find_spec("vllm") is None:
         raise unittest.SkipTest("no vLLM in this environment")
     from tests.parity import prompts, run
@@ -20,10 +22,14 @@ def test_an_engine_end_to_end() -> None:
         "batches": [prompts(), prompts()],
     }
     # Graphs are wanted here, and vLLM compiles what it captures.
-    job["env"] = {"TORCHDYNAMO_DISABLE": "0"}
-    stock = run("gpu", "llama", patched=False, **job)
-    patched = run("gpu", "llama", patched=True, **job)
+    env = {"TORCHDYNAMO_DISABLE": "0", "KVCACHED_PATCH_RETAIN": "none"}
+    watched = {"sample": "tests.gpu.probes:committed", "front_probe": [LEFT]}
+    stock = run("gpu", "llama", patched=False, env=env, **job)
+    patched = run("gpu", "llama", patched=True, env=env, **job, **watched)
     assert patched.result["tokens"] == stock.result["tokens"]
     report = patched.report()
     assert report["pool"] == "cuda"
+    most, left = max(patched.result["samples"]), patched.result["front_probes"][LEFT]
+    assert 0 < left <= most < report["reserved_bytes"]
     measured.FOUND["engine"] = {key: report[key] for key in ("runner", "device", "page_bytes")}
+    measured.FOUND["engine"] |= {"most bytes": most, "left": left}
