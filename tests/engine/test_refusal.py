@@ -120,9 +120,8 @@ def test_untested_release_with_matching_seams_warns_once(version: str, tmp_path:
 
 def test_an_untested_release_with_matching_seams_runs(tmp_path: Path) -> None:
     tree = overlay(tmp_path, {"_version.py": ("'0.32.0'", "'0.99.0'")})
-    job = {"env": {"PYTHONPATH": str(tree)}}
-    stock = run("untested", "gemma3n", patched=False, **job)
-    patched = run("untested", "gemma3n", patched=True, **job)
+    stock = run("untested", "gemma3n", patched=False)
+    patched = run("untested", "gemma3n", patched=True, env={"PYTHONPATH": str(tree)})
     assert_same(stock, patched)
     assert len(patched.active_lines()) == 3
     assert patched.log.count("vllm 0.99.0 is untested; all its seams match") == 1
