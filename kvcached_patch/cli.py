@@ -12,6 +12,7 @@ import json
 import math
 import os
 import sys
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,15 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     with status 2 for a wrong command line.
     """
     try:
-        status = _run(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()
+        try:
+            return _run(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         # Python flushes once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    return status
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -155,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("name", nargs="?", help="the engine, as `top` shows it")
     which.add_argument("--total", action="store_true", help="the budget of all engines")
     limit.add_argument("size", type=_size, help="such as 512MiB or 2GiB; none to lift it")
-    limit.add_argument("--device", help="only on this device, such as host")
+    limit.add_argument("--device", type=_device, help="only on this device, such as host")
 
     trim = command(
         "trim",
@@ -164,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
         "no such engine, its ledger cannot be used, or it has not done it in time",
     )
     trim.add_argument("name", help="the engine, as `top` shows it")
-    trim.add_argument("--device", help="only on this device, such as host")
+    trim.add_argument("--device", type=_device, help="only on this device, such as host")
     trim.add_argument(
         "--wait",
         type=_seconds,
@@ -173,6 +175,19 @@ def _parser() -> argparse.ArgumentParser:
         help="how long to wait for it (default 10)",
     )
     return parser
+
+
+def _device(text: str) -> str:
+    """The name of a device's ledger, in which a MIG instance's UUID has the prefix of a GPU's."""
+    kind, dash, rest = text.partition("-")
+    if not (dash and kind in ("GPU", "MIG")):
+        return text
+    try:
+        return f"GPU-{uuid.UUID(rest)}"
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected a UUID after the first -, as nvidia-smi -L prints it"
+        ) from error
 
 
 def _seconds(text: str) -> float:

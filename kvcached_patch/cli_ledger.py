@@ -57,9 +57,7 @@ def budget(ledger_dir: Path, nbytes: int | None, *, device: str | None = None) -
         if device is None and len(found) == 1:
             (device,) = found
         # A GPU's engines may start after their budget was set.
-        if device is None or not (
-            device in (*found, "host") or device.startswith(("GPU-", "MIG-"))
-        ):
+        if device is None or not (device in (*found, "host") or device.startswith("GPU-")):
             known = ", ".join(found) or "host for CPUs, a UUID as nvidia-smi -L prints it for a GPU"
             what = f"{len(found)} devices" if device is None else f"no device {device!r}"
             return _fail("limit", f"found {what}; expected --device with one of: {known}")
@@ -98,8 +96,10 @@ def top(ledger_dir: Path, *, once: bool, as_json: bool) -> int:
     """
     if as_json or once or not sys.stdout.isatty():
         found = read(ledger_dir)
-        text = plain(found, width(), empty=f"{EMPTY} (looked in {ledger_dir})")
-        print(json.dumps(as_data(found), indent=2) if as_json else text)
+        if as_json:
+            print(json.dumps(as_data(found), indent=2))
+        else:
+            print(plain(found, width(), empty=f"{EMPTY} (looked in {ledger_dir})"))
         return int(any(report.problem for report in found))
     try:
         from rich.live import Live  # type: ignore[import-not-found,unused-ignore]

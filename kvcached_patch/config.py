@@ -165,7 +165,7 @@ def ledger_dir(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def raw(name: str, environ: Mapping[str, str] | None = None) -> str | None:
-    """Return a variable as it stands, None if unset: for showing, never for deciding."""
+    """Return a variable as it stands, None if unset: one of ours to be shown, or one of vLLM's."""
     return (os.environ if environ is None else environ).get(name)
 
 

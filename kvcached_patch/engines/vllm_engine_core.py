@@ -8,7 +8,9 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from weakref import ref
 
 from kvcached_patch import __version__, config
 from kvcached_patch.core.extents import Cells
@@ -132,21 +134,26 @@ def _divide(executor: Any, kv_cache_config: Any, reports: list[dict[str, Any]]) 
     executor.collective_rpc(divide, args=(slab_blocks,))
     supply = footprint = None
     if any(found["supplied"] for found in reports):
-
-        def ask(slabs: int) -> int:
-            found = executor.collective_rpc(supply_worker, TIMEOUT_SECONDS, args=(slabs,))
-            least = min(found)
-            if least < max(found):  # the others keep no more than all have
-                executor.collective_rpc(supply_worker, TIMEOUT_SECONDS, args=(least,))
-            return least
-
-        supply = PageSupply(ask, common.in_flight)
+        supply = PageSupply(partial(_supply_workers, ref(executor)), common.in_flight)
         shared = not all(each.exact for each in pages)
         footprint = Footprint(common.in_flight, pages if shared else [])
     geometries = _by_device(common, reports, pages)
     if supply is not None:  # for the null block's; where it is lacking, workers are shut down here
         supply.need(1, geometries[0].slab_bytes)
     agree(Agreement(geometries[0], join_all(geometries), footprint, supply))
+
+
+def _supply_workers(executor: Callable[[], Any], slabs: int) -> int:
+    """Have all workers own pages for so many slabs; returns for how many all do.
+
+    executor: a weak reference to it. What holds this may outlive the engine, but not use it then.
+    """
+    rpc = partial(executor().collective_rpc, supply_worker, TIMEOUT_SECONDS)
+    found = rpc(args=(slabs,))
+    least: int = min(found)
+    if least < max(found):  # the others keep no more than all have
+        rpc(args=(least,))
+    return least
 
 
 def _by_device(

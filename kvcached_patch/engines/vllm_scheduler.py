@@ -17,8 +17,13 @@ ELASTIC = "kvcached_patch_elastic"
 
 
 def agree(agreement: Agreement | None) -> None:
-    """Set what the scheduler that this process makes next is given; None: it is not elastic."""
+    """Set what the scheduler that this process makes next is given; None: it is not elastic.
+
+    What was agreed on before and no scheduler took, because the start failed, leaves the ledger.
+    """
     global _agreed
+    if _agreed is not None:
+        _agreed.budget.close()
     _agreed = agreement
 
 

@@ -95,7 +95,8 @@ def keep_activations(worker: Any, device: torch.device) -> None:
     After profiling vLLM gives that memory back to the device and counts on finding it there. Where
     it took no profile (``kv_cache_memory_bytes``) nothing is known of it.
     """
-    nbytes = int(vars(worker).get("peak_activation_memory", 0)) - _graphs_in_it(worker)
+    peak = int(vars(worker).get("peak_activation_memory", 0))
+    nbytes = max(peak - _graphs_in_it(worker), 0)
     try:
         torch.empty(nbytes, dtype=torch.int8, device=device)
     except torch.OutOfMemoryError:
@@ -115,6 +116,6 @@ def _graphs_in_it(worker: Any) -> int:
     from vllm.utils.mem_utils import MemoryProfilingResult
 
     counted = "transient_peak_headroom" in MemoryProfilingResult.__dataclass_fields__
-    if not counted or config.raw("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS") == "0":
+    if not (counted and int(config.raw("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS") or 1)):
         return 0
     return int(vars(worker).get("cudagraph_memory_estimate", 0))

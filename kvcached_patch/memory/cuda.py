@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from functools import partial
@@ -9,10 +10,12 @@ from typing import Any
 
 import torch
 
-from kvcached_patch.errors import DriverError, KvcachedPatchError
+from kvcached_patch.errors import DriverError
 from kvcached_patch.memory.device_pages import DevicePages
 from kvcached_patch.memory.driver import load
 from kvcached_patch.memory.mapped_range import MappedRange
+
+logger = logging.getLogger("vllm.kvcached_patch")
 
 
 def missing() -> str | None:
@@ -48,7 +51,7 @@ class CudaMemory:
         try:
             stream = partial(self._stream, self._ordinal)
             self._range = MappedRange(self.backing, nbytes, stream)
-        except KvcachedPatchError:
+        except BaseException:
             if not self.backing.ranges:
                 self.backing.close()
             raise
@@ -128,11 +131,16 @@ def _give_back(range_: MappedRange) -> None:
 def _left(range_: MappedRange, process: int) -> None:
     """Nobody views the range any more, and nobody closed it.
 
-    It may be in the midst of anything that this thread was at.
+    It may be in the midst of anything that this thread was at; not of a graph's capture, before
+    which vLLM collects what is garbage, and which waiting would end.
     """
-    if os.getpid() == process:  # not in a fork, which has no context
+    if os.getpid() != process:  # a fork, which has no context
+        return
+    try:
         with range_.backing.aside():
             _give_back(range_)
+    except DriverError as error:  # as all calls after an illegal access, of which others tell
+        logger.debug("kvcached-patch: GPU memory is kept until this process ends: %s", error)
 
 
 class _Bytes:

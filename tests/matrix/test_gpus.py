@@ -68,10 +68,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     gc.collect()  # engines give back what they have while their device is there
 
 
-def started(*layers: int) -> tuple[Any, list[Any]]:
+def started(*layers: int) -> tuple[Any, Sequence[Any]]:
     """What was agreed on with workers that have so many layers each, as pipeline stages do.
 
-    And these workers.
+    And these workers, which keep their executor, as EngineCore does.
     """
     workers, plans = [], []
     for count in layers:
@@ -87,6 +87,7 @@ def started(*layers: int) -> tuple[Any, list[Any]]:
     executor.initialize_from_config(plans)
     agreed = vllm_scheduler._agreed
     assert agreed is not None
+    workers[0].executor = executor
     return agreed, workers
 
 

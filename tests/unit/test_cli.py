@@ -143,7 +143,8 @@ def test_exit_status_1_when_it_is_not(ledger: Ledger, tmp_path: Path) -> None:
     "line",
     ["", "topp", "top x", "limit", "limit a", "limit a 1G --total", "limit --total", "trim",
      "limit a 2GB", "limit a 0", "limit a two", "limit a -1", "trim a --wait soon",
-     "trim a --wait nan", "trim a --wait -1", "doctor MODEL", "doctor --static MODEL -- --seed=1"],
+     "trim a --wait nan", "trim a --wait -1", "limit --total 1G --device GPU-0",
+     "doctor MODEL", "doctor --static MODEL -- --seed=1"],
 )  # fmt: skip
 def test_exit_status_2_when_the_command_line_is_wrong(
     ledger: Ledger, capsys: pytest.CaptureFixture[str], line: str
@@ -160,8 +161,16 @@ def test_what_is_for_vllm_serve_follows_dashes(capsys: pytest.CaptureFixture[str
     assert "put the arguments of vllm serve after --: doctor -- MODEL" in capsys.readouterr().err
 
 
-def test_nobody_reads_on(ledger: Ledger) -> None:
-    command = f"{sys.executable} -m kvcached_patch top --json; echo $? >&2"
+def test_a_gpu_is_known_by_its_uuid(ledger: Ledger) -> None:
+    of_gpu = "7e5d5b4c-0d43-4ce2-9d8f-1b1c2f3a4b5c"
+    for prefix in ("GPU", "MIG"):  # as nvidia-smi -L prints them
+        assert status("limit", "--total", "8MiB", "--device", f"{prefix}-{of_gpu.upper()}") == 0
+    assert [path.name for path in ledger.path.parent.iterdir()] == [f"GPU-{of_gpu}.ledger"]
+
+
+@pytest.mark.parametrize("arguments", ["top --json", "--version", "limit --help"])
+def test_nobody_reads_on(ledger: Ledger, arguments: str) -> None:
+    command = f"{sys.executable} -m kvcached_patch {arguments}; echo $? >&2"
     runtime = {"XDG_RUNTIME_DIR": str(ledger.path.parents[1])}
     pipe = ("bash", "-c", f"({command}) | (exec <&-; sleep 0.1)")
     done = subprocess.run(
