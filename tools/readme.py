@@ -59,7 +59,7 @@ def scanning() -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for path in sorted(RESULTS.glob("scanning-*.json"), reverse=True):
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = _result(path.stem)
         rows = {(row["model"], row["layers"], row["scan"]): row for row in result["rows"]}
         for model, layers in dict.fromkeys((model, layers) for model, layers, _ in rows):
             ways = [rows[model, layers, scan] for scan in SCAN_KINDS]

@@ -44,7 +44,7 @@ def test_host_memory_is_committed_by_first_touch() -> None:
 
 
 def test_host_memory_can_be_larger_than_the_machine() -> None:
-    memory = reserve("host", 1 << 40, CPU)
+    memory = reserve("host", 1 << 42, CPU)
     memory.tensor[-1] = 1
     assert resident(memory) == mmap.PAGESIZE
     memory.close()

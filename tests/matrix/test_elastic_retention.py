@@ -10,7 +10,7 @@ import pytest
 from packaging.version import Version
 from vllm.v1.metrics.stats import PrefixCacheStats
 
-from kvcached_patch import config
+from kvcached_patch import api, config
 from kvcached_patch.ledger import Ledger, ledger_path
 from tests.bare import VERSION, stock
 from tests.slots import Setup
@@ -184,3 +184,5 @@ def test_the_hit_rate_that_vllm_counts_is_published(make: Make) -> None:
     engine.plan_idle()
     (record,) = Ledger(ledger_path(config.ledger_dir(), "host")).engines()
     assert (record.queries, record.hits) == (3 * LENGTH, 2 * HIT)
+    (shown,) = api.engines("host")
+    assert shown.hit_rate == pytest.approx(2 * HIT / (3 * LENGTH))
